@@ -1,0 +1,57 @@
+"""An asyncio-native broadcast channel for inference engines.
+
+One sender process broadcasts a Python object per step to N reader processes; the bytes of large CPU tensors are copied
+once, into shared memory, and every reader gets a zero-copy tensor over them.
+"""
+
+from aioarena._platform.support import check as _check
+
+_check()
+
+from aioarena._types import ArenaConfig, Handle, ReaderStatus, ReceiverStatistics, SenderStatistics  # noqa: E402
+from aioarena.exceptions import (  # noqa: E402
+    ArenaError,
+    BusyError,
+    ClosedError,
+    DecodeError,
+    EncodeError,
+    EndOfChannel,
+    EvictedError,
+    HandleError,
+    InternalError,
+    NoSpaceError,
+    PeerLostError,
+    ReaderLostError,
+    SenderLostError,
+    WouldBlock,
+    WrongContextError,
+)
+from aioarena.receiver import Receiver  # noqa: E402
+from aioarena.sender import Sender  # noqa: E402
+
+__all__ = [
+    "ArenaConfig",
+    "ArenaError",
+    "BusyError",
+    "ClosedError",
+    "DecodeError",
+    "EncodeError",
+    "EndOfChannel",
+    "EvictedError",
+    "Handle",
+    "HandleError",
+    "InternalError",
+    "NoSpaceError",
+    "PeerLostError",
+    "ReaderLostError",
+    "ReaderStatus",
+    "Receiver",
+    "ReceiverStatistics",
+    "Sender",
+    "SenderLostError",
+    "SenderStatistics",
+    "WouldBlock",
+    "WrongContextError",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,122 @@
+"""From the parts of a message (inline copies, spans, frames) to the object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from aioarena._copying import ON_LOOP_BYTES, CopyPool, join
+from aioarena._core.receiver import IncomingMessage, unpack
+from aioarena._core.record import ARENA, FRAME, Placement
+from aioarena._devices import copy_steps
+from aioarena._platform.memory import address_of
+from aioarena._platform.wire import ReceiverWire
+from aioarena._release import SpanLedger
+from aioarena.exceptions import InternalError
+
+
+class Assembler:
+    """Collects the buffers of messages for one receiver.
+
+    Args:
+        wire: Where frames arrive.
+        ledger: The arena, None without one.
+        slot_bytes: Bytes of a slot.
+        private: Whether to give private copies instead of views of the arena.
+        pool: Threads for large private copies.
+        viewed: Called for every view of the arena that is given out.
+
+    Attributes:
+        arena_nbytes: Bytes received through the arena.
+        frame_nbytes: Bytes received as frames.
+    """
+
+    def __init__(
+        self,
+        wire: ReceiverWire,
+        ledger: SpanLedger | None,
+        slot_bytes: int,
+        private: bool,
+        pool: CopyPool,
+        viewed: Callable[[], None],
+    ) -> None:
+        self._wire = wire
+        self._ledger = ledger
+        self._slot_bytes = slot_bytes
+        self._private = private
+        self._pool = pool
+        self._viewed = viewed
+        self.arena_nbytes = 0
+        self.frame_nbytes = 0
+
+    def complete(self, taken: IncomingMessage) -> bool:
+        """Whether all frames of a message are here."""
+        return not taken.frame_number or self._wire.frames(taken.frame_number) is not None
+
+    def buffers(self, taken: IncomingMessage, copies: dict[int, memoryview] | None) -> list[memoryview]:
+        """The pickled bytes and all buffers of a complete message. Its frames are used up.
+
+        Args:
+            taken: The message.
+            copies: What :meth:`private_copies` made of its spans.
+
+        Raises:
+            InternalError: The parts do not fit together.
+        """
+        number = taken.frame_number
+        frames = iter(self._wire.frames(number) or ()) if number else iter(())
+        copies = copies or {}
+        try:
+            message = taken
+            if taken.packed:
+                message = unpack(self._buffer(taken.placements[0], copies.pop(0, None), frames))
+            return [
+                self._buffer(placement, copies.get(index), frames) if inline is None else memoryview(inline)
+                for index, (placement, inline) in enumerate(zip(message.placements, message.inline, strict=True))
+            ]
+        finally:
+            if number:
+                self._wire.drop_frames(number)
+
+    def _buffer(self, placement: Placement, copy: memoryview | None, frames: Iterator[zmq.Frame]) -> memoryview:
+        if placement.where == FRAME:
+            frame = next(frames, None)
+            if frame is None or len(frame) != placement.nbytes:
+                raise InternalError(f"a frame of {placement.nbytes} bytes is missing from its message")
+            self.frame_nbytes += placement.nbytes
+            return _aligned(frame.buffer)
+        if placement.where != ARENA or self._ledger is None:
+            raise InternalError(f"a buffer has the placement {placement.where}, which this channel does not have")
+        self.arena_nbytes += placement.nbytes
+        view = self._ledger.view(placement.slot, placement.generation, placement.nbytes)
+        if self._private:
+            # The view ends here, and with it our hold on the span.
+            return copy if copy is not None else memoryview(bytearray(view))
+        self._viewed()
+        return view
+
+    def wants_copies(self, taken: IncomingMessage) -> bool:
+        """Whether :meth:`private_copies` has something to do."""
+        return self._private and any(p.where == ARENA and p.nbytes > ON_LOOP_BYTES for p in taken.placements)
+
+    async def private_copies(self, taken: IncomingMessage) -> dict[int, memoryview]:
+        """Private copies of the large spans, made in threads. Cancelling leaves the message where it is."""
+        assert self._ledger is not None
+        large = [
+            (index, placement)
+            for index, placement in enumerate(taken.placements)
+            if placement.where == ARENA and placement.nbytes > ON_LOOP_BYTES
+        ]
+        copies, steps = copy_steps(self._ledger.mapping, self._slot_bytes, large)
+        job = self._pool.start(steps)
+        await join([asyncio.wrap_future(future) for future in job.futures], job.abort)
+        return copies
+
+
+def _aligned(buffer: memoryview) -> memoryview:
+    """The bytes of a frame where any dtype of up to 8 bytes may look at them."""
+    if len(buffer) == 0 or address_of(buffer) % 8 == 0:
+        return buffer
+    return memoryview(bytearray(buffer))

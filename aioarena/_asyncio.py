@@ -1,0 +1,218 @@
+"""What the two asyncio fronts share: life cycle, the right loop, waiting that can be woken and explained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+from aioarena.exceptions import ArenaError, ClosedError, WrongContextError
+
+# Operations that may succeed in a row without suspending before others on the loop get a turn: about 0.3 ms of small
+# messages. Each 4 KiB of a message counts as one more.
+BREATH = 100
+BREATH_SHIFT = 12
+
+# Seconds between looks that need no wake-up: bounds what a lost wake-up costs, and the age of a diagnosis.
+TICK = 1.0
+
+
+class State(Enum):
+    NEW = "new"
+    STARTING = "starting"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class Endpoint:
+    """One end of a channel on one event loop.
+
+    ``_fault`` is the one thing the hot paths check: None, or a function that makes the error every call has to raise now.
+    """
+
+    _what = "endpoint"
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._state = State.NEW
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._credit = BREATH
+        self._tick_timer: asyncio.TimerHandle | None = None
+        self._watched: set[int] = set()
+        self._fault: Callable[[], ArenaError] | None = self._not_started
+        _endpoints.add(self)
+
+    # Faults -------------------------------------------------------------------------------------------------------
+
+    def _not_started(self) -> ArenaError:
+        return ClosedError(f"{self._label} is not started: use `async with`, or `await start()` first")
+
+    def _closed(self) -> ArenaError:
+        return ClosedError(f"{self._label} is closed")
+
+    def _forked(self) -> ArenaError:
+        return WrongContextError(
+            f"{self._label} was started by the parent of this forked process and cannot be used here; its handle can: "
+            "attach a new Receiver with it"
+        )
+
+    @property
+    def _label(self) -> str:
+        return f"this {self._what} of channel {self._name!r}"
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """Take the running loop as the one this end lives on."""
+        if self._fault is not None and self._fault.__func__ is Endpoint._forked:  # type: ignore[attr-defined]
+            raise self._fault()
+        if self._state is not State.NEW:
+            raise ClosedError(f"{self._label} was started before; make a new one")
+        self._loop = asyncio.get_running_loop()
+        self._state = State.STARTING
+        return self._loop
+
+    def _raise_fault(self) -> None:
+        """Raise what keeps this call from going on; to be called when the quick check saw something."""
+        if self._fault is not None:
+            raise self._fault()
+        if asyncio._get_running_loop() is not self._loop:
+            raise WrongContextError(
+                f"{self._label} lives on the event loop that started it; call it from a task there, e.g. with "
+                "asyncio.run_coroutine_threadsafe"
+            )
+
+    # Waiting ------------------------------------------------------------------------------------------------------
+
+    async def _changed(self) -> None:
+        """Wait until :meth:`_notify`. Nothing is lost by cancelling: the caller looks at the state again anyway."""
+        assert self._loop is not None
+        waiter = self._loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def _notify(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _breathe(self) -> None:
+        """Give other tasks a turn. Called before an operation, never between its effect and its return."""
+        self._credit = BREATH
+        await asyncio.sleep(0)
+        if self._fault is not None:
+            raise self._fault()
+
+    @contextlib.contextmanager
+    def _explained(self, why: Callable[[], str]) -> Iterator[None]:
+        """Note on a cancellation what the call was waiting for: a time-out then says so in its traceback."""
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            error.add_note(why())
+            raise
+
+    # Descriptors and time -----------------------------------------------------------------------------------------
+
+    def _watch(self, fd: int, callback: Callable[[], None]) -> None:
+        assert self._loop is not None
+        self._loop.add_reader(fd, callback)
+        self._watched.add(fd)
+
+    def _unwatch(self, fd: int) -> None:
+        if fd in self._watched:
+            self._watched.discard(fd)
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(fd)
+
+    def _start_ticking(self) -> None:
+        assert self._loop is not None
+        self._tick_timer = self._loop.call_later(TICK, self._tick_and_rearm)
+
+    def _tick_and_rearm(self) -> None:
+        if self._state is State.CLOSED:
+            return
+        self._start_ticking()
+        self._tick()
+
+    def _tick(self) -> None:
+        raise NotImplementedError
+
+    def _detach_from_loop(self) -> None:
+        """Take everything of ours off the loop."""
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+            self._tick_timer = None
+        for fd in list(self._watched):
+            self._unwatch(fd)
+
+    def _release_resources(self) -> None:
+        """Give back sockets, descriptors and threads, without waiting; to be idempotent."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", State.CLOSED) not in (State.STARTING, State.OPEN) or self._born_elsewhere():
+            return
+        # The loop held references to us, so it is closed, or we never got that far.
+        warnings.warn(f"{self._label} was never closed", ResourceWarning, stacklevel=2, source=self)
+        with contextlib.suppress(Exception):
+            self._release_resources()
+
+    def _born_elsewhere(self) -> bool:
+        return self._fault is not None and getattr(self._fault, "__func__", None) is Endpoint._forked
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name!r} {self._state.value}>"
+
+
+class Turn:
+    """A place in a queue of tasks that go on in the order in which they came."""
+
+    __slots__ = ("_future", "_queue")
+
+    def __init__(self, queue: deque[Turn]) -> None:
+        self._queue = queue
+        self._future: asyncio.Future[None] | None = None
+        queue.append(self)
+
+    @property
+    def first(self) -> bool:
+        return self._queue[0] is self
+
+    async def wait(self) -> None:
+        """Wait until it may be first, or :meth:`notify`."""
+        self._future = asyncio.get_running_loop().create_future()
+        await self._future
+
+    def notify(self) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    def leave(self) -> None:
+        self._queue.remove(self)
+        if self._queue:
+            self._queue[0].notify()
+
+
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+# What a forked child inherited: kept, so that nothing of it is finalised there.
+_inherited: list[Any] = []
+
+
+def _after_fork_in_child() -> None:
+    for endpoint in list(_endpoints):
+        if endpoint._state is not State.CLOSED:
+            endpoint._fault = endpoint._forked
+            _inherited.append(endpoint)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

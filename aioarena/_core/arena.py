@@ -1,0 +1,226 @@
+"""The arena: equal slots, spans of neighbouring slots, and who still holds which span.
+
+A buffer takes a span of ``ceil(nbytes / slot_bytes)`` neighbouring slots. Only the sender allocates: first fit from the
+lowest address, free neighbours coalesced. Lowest first is what keeps the arena fast: a copy into pages that were
+touched before takes a fraction of one into fresh pages, and readers have them mapped already.
+
+Every allocation gets its own *generation*, a counter of the channel. Reader r releases a span by storing its generation
+in ``done[first slot][r]``; a span is free once every reader it was published to stored that generation or is dead. A late
+release of an older generation changes nothing, and nothing has to be reset.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from aioarena._core.layout import Layout
+from aioarena._core.words import Words
+
+# Published spans looked at on each allocation. Bounds the time of one send when readers retain thousands of spans;
+# when nothing fits, all are looked at before the arena counts as full.
+_REAP_STEP = 64
+
+
+class Holder:
+    """A reader as the arena sees it: one process that was given a seat.
+
+    Attributes:
+        rank: Its rank.
+        dead: True once the process is known to be dead, so that nothing can touch what it held.
+        spans: How many spans it holds as far as the sender has noticed, for statistics.
+    """
+
+    __slots__ = ("dead", "rank", "spans")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.dead = False
+        self.spans = 0
+
+
+class Span:
+    """One allocation.
+
+    Attributes:
+        slot: First slot.
+        slots: Number of slots.
+        nbytes: Bytes in use.
+        generation: Number of this use of the slots.
+        holders: Readers that have not released it; None until it is published.
+    """
+
+    __slots__ = ("generation", "holders", "nbytes", "slot", "slots")
+
+    def __init__(self, slot: int, slots: int, nbytes: int, generation: int) -> None:
+        self.slot = slot
+        self.slots = slots
+        self.nbytes = nbytes
+        self.generation = generation
+        self.holders: list[Holder] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Span slots {self.slot}..{self.slot + self.slots - 1}, generation {self.generation}>"
+
+
+class SlotAllocator:
+    """First fit from the lowest slot over a sorted list of free runs."""
+
+    def __init__(self, slots: int) -> None:
+        self.free_slots = slots
+        self._starts: list[int] = [0] if slots else []
+        self._lengths: dict[int, int] = {0: slots} if slots else {}
+
+    def take(self, count: int) -> int:
+        """Take ``count`` neighbouring slots: the first of them, or -1."""
+        lengths = self._lengths
+        for position, start in enumerate(self._starts):
+            length = lengths[start]
+            if length < count:
+                continue
+            del lengths[start]
+            if length == count:
+                del self._starts[position]
+            else:
+                self._starts[position] = start + count
+                lengths[start + count] = length - count
+            self.free_slots -= count
+            return start
+        return -1
+
+    def give(self, start: int, count: int) -> None:
+        """Give slots back, joining them with free neighbours."""
+        starts, lengths = self._starts, self._lengths
+        self.free_slots += count
+        position = bisect_left(starts, start)
+        if position < len(starts) and starts[position] == start + count:
+            count += lengths.pop(starts[position])
+            del starts[position]
+        if position and starts[position - 1] + lengths[starts[position - 1]] == start:
+            lengths[starts[position - 1]] += count
+            return
+        starts.insert(position, start)
+        lengths[start] = count
+
+    def limit_to(self, slots: int) -> None:
+        """Never again hand out slots from number ``slots`` on."""
+        for start in [start for start in self._starts if start + self._lengths[start] > slots]:
+            length = self._lengths.pop(start)
+            self._starts.remove(start)
+            self.free_slots -= length
+            if start < slots:
+                self.give(start, slots - start)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The free runs as (first slot, slots), in order."""
+        return [(start, self._lengths[start]) for start in self._starts]
+
+
+class Arena:
+    """The sender's ledger of spans."""
+
+    def __init__(self, words: Words, layout: Layout, order: Callable[[], None]) -> None:
+        self._words = words
+        self._order = order
+        self._done = layout.done
+        self._readers = layout.readers
+        self.slots = layout.slots
+        self.slot_bytes = layout.slot_bytes
+        self._allocator = SlotAllocator(layout.slots)
+        self._generation = 0
+        self._published: deque[Span] = deque()
+        self._claimed = 0
+        self.peak_slots = 0
+
+    @property
+    def used_slots(self) -> int:
+        """Slots claimed by a send under way or held by a reader, as last noticed."""
+        return self.slots - self._allocator.free_slots
+
+    @property
+    def claimed_spans(self) -> int:
+        """Spans of sends under way."""
+        return self._claimed
+
+    @property
+    def published_spans(self) -> tuple[Span, ...]:
+        """Spans that some reader has not released, as last noticed."""
+        return tuple(self._published)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether the whole arena would be enough for a buffer."""
+        return 0 < nbytes <= self.slots * self.slot_bytes
+
+    def claim(self, nbytes: int) -> Span | None:
+        """Take a span for ``nbytes`` (at least 1), or None if there is none free now."""
+        count = -(-nbytes // self.slot_bytes)
+        self._reap(_REAP_STEP)
+        slot = self._allocator.take(count)
+        if slot < 0:
+            self.reap()
+            slot = self._allocator.take(count)
+            if slot < 0:
+                return None
+        self._generation += 1
+        self._claimed += 1
+        self.peak_slots = max(self.peak_slots, self.used_slots)
+        return Span(slot, count, nbytes, self._generation)
+
+    def unclaim(self, span: Span) -> None:
+        """Give back a span that was never published."""
+        assert span.holders is None, "a published span is released by its readers"
+        self._claimed -= 1
+        self._allocator.give(span.slot, span.slots)
+
+    def limit_to(self, slots: int) -> None:
+        """Go on with the first ``slots`` slots only, because there is no memory behind the others."""
+        self._allocator.limit_to(slots)
+
+    def publish(self, span: Span, holders: Iterable[Holder]) -> None:
+        """Hand a span to readers. It is free again once all of them released it or died."""
+        span.holders = list(holders)
+        for holder in span.holders:
+            holder.spans += 1
+        self._claimed -= 1
+        self._published.append(span)
+
+    def reap(self) -> None:
+        """Look at every published span and free those that nobody holds."""
+        self._reap(len(self._published))
+
+    def _reap(self, most: int) -> None:
+        words, published = self._words, self._published
+        freed = False
+        for _ in range(min(most, len(published))):
+            span = published.popleft()
+            holders = span.holders
+            assert holders is not None
+            word = self._done + span.slot * self._readers
+            # One holder is enough to keep a span, so look at the others only once the last one let go.
+            while holders and (holders[-1].dead or words[word + holders[-1].rank] == span.generation):
+                holders.pop().spans -= 1
+            if holders:
+                published.append(span)
+            else:
+                self._allocator.give(span.slot, span.slots)
+                freed = True
+        if freed:
+            # The done words, before the bytes whose overwriting they allow.
+            self._order()
+
+
+class SpanReleaser:
+    """One reader's side: tells the sender that a span may be used again."""
+
+    def __init__(self, words: Words, layout: Layout, rank: int, order: Callable[[], None]) -> None:
+        self._words = words
+        self._order = order
+        self._done = layout.done + rank
+        self._readers = layout.readers
+
+    def release(self, slot: int, generation: int) -> None:
+        """Give a span back. Safe in a finalizer, in any thread: two calls and a store, no lock."""
+        # All reads of the span, before the word that lets the sender overwrite it.
+        self._order()
+        self._words[self._done + slot * self._readers] = generation

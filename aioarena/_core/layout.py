@@ -1,0 +1,134 @@
+"""The control segment: what lies where, who writes it, who reads it.
+
+All words are u64, little-endian as the machine has them (both supported CPUs are). Indices below are in words.
+
+======================  =========  ==========  ===============================================================
+index                   written    read        field
+======================  =========  ==========  ===============================================================
+0                       sender     readers     magic ``AIOARENA``; stored last at creation
+1                       sender     readers     layout version
+2, 3                    sender     readers     channel nonce, 128 random bits
+4 .. 7                  sender     readers     readers, ring capacity (bytes), slots, slot_bytes
+16 (own line)           sender     readers     head: byte cursor of the ring, only grows
+17 (head's line)        sender     readers     messages published
+24 (own line)           sender     readers     sender parked: the tail it waits for, 0 when awake
+32 (own line)           sender     readers     closed: 1 once the sender closed in good order
+40 + 16 r               sender     reader r    seat: incarnation that owns rank r, 0 when vacant
+41 + 16 r               sender     reader r    head at the moment the seat was given
+42 + 16 r               sender     reader r    messages published at that moment
+48 + 16 r (own line)    reader r*  sender      tail: byte cursor up to which reader r is done
+49 + 16 r               reader r*  sender      messages received
+parked + r              reader r   sender      number of this park of reader r, 0 when awake
+done + slot n + r       reader r   sender      last generation of that slot that reader r released
+======================  =========  ==========  ===============================================================
+
+(*) While the seat is vacant the sender owns the line: it sets the tail before it gives the seat away.
+The parked words lie together, so that the sender finds them in one or two cache lines on every send; they are written
+only when a reader runs dry. Ring bytes follow, from the next page boundary to the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAGIC = int.from_bytes(b"AIOARENA", "little")
+# Raised whenever this file, record.py or the messages of _platform/wire.py change meaning.
+VERSION = 1
+
+MAGIC_WORD = 0
+VERSION_WORD = 1
+NONCE_WORD = 2
+READERS_WORD = 4
+RING_WORD = 5
+SLOTS_WORD = 6
+SLOT_BYTES_WORD = 7
+HEAD = 16
+PUBLISHED = 17
+SENDER_PARKED = 24
+CLOSED = 32
+_SEATS = 40
+_SEAT_STRIDE = 16  # two 64-byte cache lines: one that the sender writes, one that the reader writes
+
+_PAGE = 4096  # only alignment of the ring's start; works with larger pages too
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of one channel, and the word indices that follow from them.
+
+    Attributes:
+        readers: Number of ranks, at least 1.
+        ring_bytes: Capacity of the ring, a multiple of 8.
+        slots: Slots of the arena, 0 without one.
+        slot_bytes: Bytes of a slot.
+    """
+
+    readers: int
+    ring_bytes: int
+    slots: int
+    slot_bytes: int
+
+    def seat(self, rank: int) -> int:
+        return _SEATS + _SEAT_STRIDE * rank
+
+    def seat_head(self, rank: int) -> int:
+        return self.seat(rank) + 1
+
+    def seat_number(self, rank: int) -> int:
+        return self.seat(rank) + 2
+
+    def tail(self, rank: int) -> int:
+        return self.seat(rank) + 8
+
+    def received(self, rank: int) -> int:
+        return self.seat(rank) + 9
+
+    @property
+    def parked(self) -> int:
+        return _SEATS + _SEAT_STRIDE * self.readers
+
+    @property
+    def done(self) -> int:
+        return (self.parked + self.readers + 7) // 8 * 8
+
+    @property
+    def ring_offset(self) -> int:
+        """First byte of the ring."""
+        words = self.done + self.slots * self.readers
+        return (words * 8 + _PAGE - 1) // _PAGE * _PAGE
+
+    @property
+    def control_bytes(self) -> int:
+        return self.ring_offset + self.ring_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    def format(self, words: memoryview, nonce: bytes) -> None:
+        """Write the header into a zeroed control segment. The magic goes last: half a header is no header."""
+        words[VERSION_WORD] = VERSION
+        words[NONCE_WORD] = int.from_bytes(nonce[:8], "little")
+        words[NONCE_WORD + 1] = int.from_bytes(nonce[8:], "little")
+        words[READERS_WORD] = self.readers
+        words[RING_WORD] = self.ring_bytes
+        words[SLOTS_WORD] = self.slots
+        words[SLOT_BYTES_WORD] = self.slot_bytes
+        words[MAGIC_WORD] = MAGIC
+
+    def mismatch(self, words: memoryview, nonce: bytes) -> tuple[str, object, object] | None:
+        """Compare a mapped header with what the handle promised: (field, expected, found) of the first difference."""
+        expected = {
+            "magic": (MAGIC_WORD, MAGIC),
+            "layout version": (VERSION_WORD, VERSION),
+            "channel": (NONCE_WORD, int.from_bytes(nonce[:8], "little")),
+            "channel (second half)": (NONCE_WORD + 1, int.from_bytes(nonce[8:], "little")),
+            "readers": (READERS_WORD, self.readers),
+            "ring_bytes": (RING_WORD, self.ring_bytes),
+            "slots": (SLOTS_WORD, self.slots),
+            "slot_bytes": (SLOT_BYTES_WORD, self.slot_bytes),
+        }
+        for field, (index, value) in expected.items():
+            if words[index] != value:
+                return field, value, words[index]
+        return None

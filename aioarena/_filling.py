@@ -1,0 +1,189 @@
+"""Copying a placed message to where it travels, in threads when it is large; and saying so when the arena is short."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from aioarena._codec import MemorySource, Plan
+from aioarena._copying import ON_LOOP_BYTES, STEP_BYTES, CopyPool, join
+from aioarena._core.arena import Arena
+from aioarena._core.record import INLINE
+from aioarena._core.sender import LARGER_THAN_ARENA, PlacedMessage, SenderCore
+from aioarena._platform.memory import Segment
+from aioarena.exceptions import NoSpaceError
+
+logger = logging.getLogger("aioarena")
+
+# Seconds between two log lines about the same kind of fallback.
+_FALLBACK_LOG_INTERVAL = 60.0
+
+Frames = list["np.ndarray[Any, Any]"]
+_Step = Callable[[], object]
+
+
+class Filler:
+    """Fills spans and frames of placed messages.
+
+    Attributes:
+        seconds: Time spent copying.
+    """
+
+    def __init__(self, name: str, core: SenderCore, arena: Segment | None) -> None:
+        self._name = name
+        self._core = core
+        self._arena = arena
+        self._pool = CopyPool("copy")
+        self.seconds = 0.0
+
+    def close(self) -> None:
+        self._pool.close()
+
+    # Memory behind the spans, which a shm arena takes as it grows ---------------------------------------------------
+
+    async def back(self, plan: Plan, placed: PlacedMessage) -> PlacedMessage:
+        """Make sure that memory is behind the spans; without it, the message placed anew in what there is."""
+        end = self._end_of_spans(placed)
+        if self._arena is None or not self._arena.needs_reserve(end):
+            return placed
+        try:
+            await join([asyncio.wrap_future(self._pool.executor.submit(self._arena.reserve, end))])
+        except NoSpaceError as error:
+            return self._shrink(plan, placed, error)
+        return placed
+
+    def back_now(self, plan: Plan, placed: PlacedMessage) -> PlacedMessage:
+        """The same, in the calling thread."""
+        end = self._end_of_spans(placed)
+        if self._arena is not None and self._arena.needs_reserve(end):
+            try:
+                self._arena.reserve(end)
+            except NoSpaceError as error:
+                return self._shrink(plan, placed, error)
+        return placed
+
+    def _end_of_spans(self, placed: PlacedMessage) -> int:
+        return max((span.slot + span.slots for span in placed.spans.values()), default=0) * self._core.arena.slot_bytes
+
+    def _shrink(self, plan: Plan, placed: PlacedMessage, error: NoSpaceError) -> PlacedMessage:
+        assert self._arena is not None
+        slots = self._arena.reserved // self._core.arena.slot_bytes
+        logger.warning(
+            "channel %r: %s. Going on with an arena of %d slots; what does not fit travels as frames.",
+            self._name,
+            error,
+            slots,
+        )
+        self._core.unplace(placed)
+        self._core.arena.limit_to(slots)
+        return self._core.place(plan.sizes)
+
+    # Copies ---------------------------------------------------------------------------------------------------------
+
+    async def fill_spans(self, plan: Plan, placed: PlacedMessage) -> None:
+        await self._run(self._span_steps(plan, placed), sum(span.nbytes for span in placed.spans.values()))
+
+    async def fill_frames(self, plan: Plan, placed: PlacedMessage) -> Frames:
+        frames, steps = self._frame_steps(plan, placed)
+        await self._run(steps, placed.frame_nbytes)
+        return frames
+
+    def fill_now(self, plan: Plan, placed: PlacedMessage) -> Frames:
+        """Fill spans and frames in the calling thread."""
+        frames, steps = self._frame_steps(plan, placed)
+        started = time.perf_counter()
+        for step in self._span_steps(plan, placed) + steps:
+            step()
+        self.seconds += time.perf_counter() - started
+        return frames
+
+    async def _run(self, steps: list[_Step], nbytes: int) -> None:
+        started = time.perf_counter()
+        if nbytes <= ON_LOOP_BYTES:
+            for step in steps:
+                step()
+        else:
+            job = self._pool.start(steps)
+            await join([asyncio.wrap_future(future) for future in job.futures], job.abort)
+        self.seconds += time.perf_counter() - started
+
+    def _span_steps(self, plan: Plan, placed: PlacedMessage) -> list[_Step]:
+        steps: list[_Step] = []
+        for index, span in placed.spans.items():
+            assert self._arena is not None
+            destination = self._arena.mapping.address + span.slot * self._core.arena.slot_bytes
+            steps += _steps_into(destination, plan, placed, index)
+        return steps
+
+    def _frame_steps(self, plan: Plan, placed: PlacedMessage) -> tuple[Frames, list[_Step]]:
+        # Memory of their own: libzmq reads frames after send returned, when the caller may have changed his.
+        frames: Frames = []
+        steps: list[_Step] = []
+        for index in placed.frames:
+            nbytes = placed.body_nbytes if index < 0 else placed.placements[index].nbytes
+            frame = np.empty(nbytes, np.uint8)
+            frames.append(frame)
+            steps += _steps_into(frame.ctypes.data, plan, placed, index)
+        return frames, steps
+
+
+def _steps_into(destination: int, plan: Plan, placed: PlacedMessage, index: int) -> list[_Step]:
+    """Copy steps of one buffer, or of the pack (index -1), to an address."""
+    if index >= 0:
+        return plan.sources[index].pieces(destination, STEP_BYTES)
+    steps = MemorySource.of(placed.table).pieces(destination, STEP_BYTES)
+    for source, placement, offset in zip(plan.sources, placed.placements, placed.offsets, strict=True):
+        if placement.where == INLINE and placement.nbytes:
+            steps += source.pieces(destination + offset, STEP_BYTES)
+    return steps
+
+
+class FallbackLog:
+    """Says, at most once a minute per reason, that something did not fit into the arena, and who fills it."""
+
+    def __init__(self, name: str, arena: Arena) -> None:
+        self._name = name
+        self._arena = arena
+        self._logged: dict[str, tuple[float, int]] = {}  # reason -> when last, and how many since
+
+    def __call__(self, placed: PlacedMessage, now: float, held: Callable[[], dict[int, int]]) -> None:
+        """Note one message with frames.
+
+        Args:
+            placed: The message.
+            now: Time in seconds.
+            held: Spans held by each rank, asked only when a line is due.
+        """
+        reason = LARGER_THAN_ARENA if LARGER_THAN_ARENA in placed.fallbacks else "arena_full"
+        logged, since = self._logged.get(reason, (now - _FALLBACK_LOG_INTERVAL, 0))
+        if now - logged < _FALLBACK_LOG_INTERVAL:
+            self._logged[reason] = (logged, since + 1)
+            return
+        self._logged[reason] = (now, 0)
+        arena, more = self._arena, f" ({since} more since the last such line)" if since else ""
+        if reason == LARGER_THAN_ARENA:
+            logger.warning(
+                "channel %r: %d bytes do not fit into the arena of %d bytes and were sent as a frame, at the cost of a "
+                "copy per reader%s; raise ArenaConfig(slots=...)",
+                self._name,
+                placed.frame_nbytes,
+                arena.slots * arena.slot_bytes,
+                more,
+            )
+        else:
+            logger.warning(
+                "channel %r: no free span for %d bytes, which were sent as a frame, at the cost of a copy per reader%s; "
+                "%d of %d slots are in use, spans held by rank: %s. Readers keep received tensors alive: drop or clone "
+                "them, or raise ArenaConfig(slots=...)",
+                self._name,
+                placed.frame_nbytes,
+                more,
+                arena.used_slots,
+                arena.slots,
+                held(),
+            )

@@ -1,0 +1,245 @@
+"""Who reads the channel: joins, leaves and deaths, as the sender decides them.
+
+A reader asks to join; the sender seats it, or refuses with a reason. Deaths come from two independent signs: the pidfd of
+the process becomes readable, and libzmq reports the end of the connection. The pidfd is proof, and only proof of death
+frees what a reader still holds; the connection alone is proof only where pids mean nothing (another pid namespace).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+from collections.abc import Callable
+
+from aioarena._core.arena import Holder
+from aioarena._core.layout import VERSION
+from aioarena._core.sender import Membership, SenderCore
+from aioarena._platform.process import ProcessIdentity, describe_state, exit_signal
+from aioarena._platform.wire import Disconnect, Join, Leave, SenderWire
+from aioarena.exceptions import ReaderLostError
+
+logger = logging.getLogger("aioarena")
+
+
+class Member:
+    """A process that was seated at a rank.
+
+    Attributes:
+        rank: Its rank.
+        incarnation: Number of this seating.
+        identity: The process.
+        holder: What it holds of the arena.
+        pidfd: Readable once it is dead; None in another pid namespace, or once it is closed.
+    """
+
+    def __init__(self, join: Join, holder: Holder, pidfd: int | None) -> None:
+        self.rank = join.rank
+        self.incarnation = join.incarnation
+        self.identity = join.identity
+        self.holder = holder
+        self.pidfd = pidfd
+
+    def is_dead(self) -> bool:
+        """Whether the process is dead by now."""
+        if self.pidfd is None:
+            return not self.identity.alive
+        return bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def describe(self) -> str:
+        return f"reader {self.rank} (pid {self.identity.pid})"
+
+
+class Members:
+    """The sender's list of readers.
+
+    Args:
+        name: Of the channel, for logs.
+        core: Seats and unseats.
+        wire: Carries refusals.
+        watch: Calls back when a descriptor becomes readable.
+        unwatch: Ends that.
+        changed: Called after every change of membership.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        core: SenderCore,
+        wire: SenderWire,
+        watch: Callable[[int, Callable[[], None]], None],
+        unwatch: Callable[[int], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._name = name
+        self._core = core
+        self._wire = wire
+        self._watch = watch
+        self._unwatch = unwatch
+        self._changed = changed
+        self.by_rank: dict[int, Member] = {}  # who has, or last had, each rank
+        self._departed: list[Member] = []  # gone from their rank, but holding spans in a process that lives
+        self.lost: dict[int, tuple[str, Member, int | None]] = {}  # vacant ranks: what happened, to whom, signal
+
+    def lost_error(self) -> ReaderLostError | None:
+        """The error for the lowest lost rank that nobody took over, or None."""
+        if not self.lost:
+            return None
+        what, member, signal = self.lost[min(self.lost)]
+        return ReaderLostError(
+            f"channel {self._name!r}: {what}; start a process that attaches at rank {member.rank}, or pass "
+            'on_reader_lost="continue" to go on without',
+            pid=member.identity.pid,
+            rank=member.rank,
+            signal=signal,
+        )
+
+    def handle(self, event: Join | Leave | Disconnect) -> None:
+        match event:
+            case Join():
+                self._join(event)
+            case Leave():
+                self._leave(event)
+            case Disconnect():
+                self._disconnect(event)
+
+    def _join(self, join: Join) -> None:
+        core = self._core
+        if join.version != VERSION:
+            self._refuse(join, f"the sender speaks layout version {VERSION}, this reader {join.version}: install the same")
+            return
+        if join.rank >= core.layout.readers:
+            self._refuse(join, f"rank {join.rank} is out of range: the channel has ranks 0 to {core.layout.readers - 1}")
+            return
+        known = self.by_rank.get(join.rank)
+        if known is not None and known.incarnation == join.incarnation:
+            return  # asked twice
+        state = core.members[join.rank]
+        if known is not None and state in (Membership.JOINED, Membership.EVICTED) and known.is_dead():
+            # Its death is on its way to us; the successor was quicker.
+            self._died(known)
+            state = core.members[join.rank]
+        if known is not None and state is Membership.JOINED:
+            self._refuse(join, f"rank {join.rank} is taken by process {known.identity.pid}, which lives")
+            return
+        if known is not None and state is Membership.EVICTED:
+            self._refuse(
+                join, f"rank {join.rank} was evicted, and its process {known.identity.pid} still lives: end it first"
+            )
+            return
+        try:
+            pidfd = join.identity.open_pidfd()
+        except ProcessLookupError:
+            return  # died since it asked
+        member = Member(join, core.join(join.rank, join.incarnation), pidfd)
+        self.by_rank[join.rank] = member
+        self.lost.pop(join.rank, None)
+        if pidfd is not None:
+            self._watch(pidfd, lambda: self._died(member))
+        logger.debug("channel %r: %s joined", self._name, member.describe())
+        self._wire.wake()
+        self._changed()
+
+    def _refuse(self, join: Join, reason: str) -> None:
+        logger.warning("channel %r: refused reader %d (pid %d): %s", self._name, join.rank, join.identity.pid, reason)
+        self._wire.refuse(join.incarnation, reason)
+
+    def _leave(self, leave: Leave) -> None:
+        member = self.by_rank.get(leave.rank)
+        if member is None or member.incarnation != leave.incarnation:
+            return
+        if self._core.members[leave.rank] is Membership.JOINED:
+            self._core.unseat(leave.rank, Membership.LEFT)
+            logger.debug("channel %r: %s left", self._name, member.describe())
+            self._depart(member)
+            # It waits for the empty seat, to be sure that its leave arrived before it closes its socket.
+            self._wire.wake()
+            self._changed()
+
+    def _disconnect(self, event: Disconnect) -> None:
+        for member in self.by_rank.values():
+            if member.incarnation == event.incarnation and self._core.members[member.rank] is Membership.JOINED:
+                if member.pidfd is None or member.is_dead():
+                    self._died(member)
+                else:
+                    self._lose(member, f"{member.describe()} dropped its connection without leaving, but its process lives")
+                    self._depart(member)
+                    self._changed()
+                return
+
+    def _died(self, member: Member) -> None:
+        """A process is proven dead: everything it held is free."""
+        signal = exit_signal(member.pidfd) if member.pidfd is not None else None
+        self._close_pidfd(member)
+        member.holder.dead = True
+        if self.by_rank.get(member.rank) is member:
+            state = self._core.members[member.rank]
+            if state is Membership.JOINED:
+                how = f"was killed by signal {signal}" if signal else "died without closing"
+                self._lose(member, f"{member.describe()} {how}", signal)
+            elif state is Membership.EVICTED:
+                self._core.members[member.rank] = Membership.LOST
+        if member in self._departed:
+            self._departed.remove(member)
+        self._core.arena.reap()
+        self._changed()
+
+    def _lose(self, member: Member, what: str, signal: int | None = None) -> None:
+        messages, nbytes = self._core.lag(member.rank)
+        self._core.unseat(member.rank, Membership.LOST)
+        self.lost[member.rank] = (what, member, signal)
+        logger.warning("channel %r: %s; it was %d messages (%d bytes) behind", self._name, what, messages, nbytes)
+
+    def _depart(self, member: Member) -> None:
+        """A process gave up its rank alive: watch it for as long as it holds spans."""
+        self._core.arena.reap()
+        if member.holder.spans == 0:
+            self._close_pidfd(member)
+        else:
+            self._departed.append(member)
+
+    def evict(self, rank: int) -> Member:
+        """Take the seat from a reader that lives. What it may still read is not reused until it is dead."""
+        member = self.by_rank[rank]
+        self._core.unseat(rank, Membership.EVICTED)
+        self._wire.wake()
+        self._changed()
+        return member
+
+    def tick(self) -> None:
+        """Housekeeping, about once a second."""
+        if self._departed:
+            self._core.arena.reap()
+            for member in [member for member in self._departed if member.holder.spans == 0]:
+                self._departed.remove(member)
+                self._close_pidfd(member)
+
+    def describe_behind(self, rank: int) -> str:
+        """One reader that holds the sender up, for logs: who, in what state, how far behind, what it holds."""
+        member = self.by_rank[rank]
+        messages, nbytes = self._core.lag(rank)
+        state = describe_state(member.identity.pid) if member.identity.visible else "in another pid namespace"
+        return (
+            f"{member.describe()}, {state}, is {messages} messages ({nbytes} bytes) behind and holds "
+            f"{member.holder.spans} spans of the arena"
+        )
+
+    def slowest(self) -> int | None:
+        """The rank that is furthest behind, None without readers."""
+        return max(self._core.seated, key=lambda rank: self._core.lag(rank)[1], default=None)
+
+    def identity(self, rank: int) -> ProcessIdentity | None:
+        member = self.by_rank.get(rank)
+        return member.identity if member else None
+
+    def _close_pidfd(self, member: Member) -> None:
+        if member.pidfd is not None:
+            self._unwatch(member.pidfd)
+            with contextlib.suppress(OSError):
+                os.close(member.pidfd)
+            member.pidfd = None
+
+    def close(self) -> None:
+        for member in {*self.by_rank.values(), *self._departed}:
+            self._close_pidfd(member)

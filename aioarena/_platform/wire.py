@@ -1,0 +1,348 @@
+"""The ZMQ sockets of a channel: an XPUB at the sender, an XSUB at each reader, over a Unix socket.
+
+They carry wake-ups, frames, joins and leaves; never the bytes of the arena. A message starts with one letter:
+
+=========  ==================  =======================================================================
+direction  message             meaning
+=========  ==================  =======================================================================
+down       ``W``               look at the ring
+down       ``F`` number, part  parts of frame message ``number`` follow
+down       ``I`` incarnation   refusal of that reader's join; the reason follows
+up         ``J`` ...           join: nonce, layout version, rank, incarnation, pid, start ticks, pid namespace
+up         ``L`` ...           leave: nonce, rank, incarnation
+up         ``W`` ...           the sender's wait is over: nonce, rank
+=========  ==================  =======================================================================
+
+Every reader subscribes to ``W``, ``F`` and to its own ``I`` topic. The last doubles as a sign of life: when the
+connection ends, libzmq hands the sender an unsubscription from it.
+
+ZMQ's descriptor is edge-triggered, and every operation on the socket may consume the edge. So whoever sends has to ask
+:meth:`~_Wire.readable` afterwards and drain if it says so, or what arrived meanwhile sits there until the next message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from aioarena._core.layout import VERSION
+from aioarena._platform.memory import owned_name, sweep
+from aioarena._platform.process import ProcessIdentity
+from aioarena.exceptions import ArenaError
+
+# sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)).
+_MAX_SOCKET_PATH = 107
+# While a reader waits for its sender to bind: first pause, and where doubling it ends. A guess, safe because it bounds
+# only how long a reader that was started first takes to notice.
+_RECONNECT_MS = 10
+_RECONNECT_MAX_MS = 200
+
+_JOIN = struct.Struct("=c16sIIQQQQ")
+_LEAVE = struct.Struct("=c16sIQ")
+_WAKE = struct.Struct("=c16sI")
+_NUMBER = struct.Struct("=cQ")
+
+
+# One context a process, so one I/O thread however many channels it has; terminated with its last socket.
+
+
+class _Context:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._users = 0
+        os.register_at_fork(after_in_child=self._forget)
+
+    def acquire(self) -> zmq.Context[zmq.Socket[bytes]]:
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context()
+                self._context.set(zmq.MAX_SOCKETS, 4096)
+            self._users += 1
+            return self._context
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._context is not None:
+                # All our sockets are closed with linger 0, so this only waits for the I/O thread to notice.
+                self._context.term()
+                self._context = None
+
+    def _forget(self) -> None:
+        # A child has no I/O thread and must not touch the parent's sockets; the inherited objects are left alone.
+        _orphans.append(self._context)
+        self._lock = threading.Lock()
+        self._context = None
+        self._users = 0
+
+
+_orphans: list[object] = []
+_context = _Context()
+
+
+def runtime_directory() -> Path:
+    """The private directory for sockets of this user: 0700, ours, not a link; swept of dead processes' sockets."""
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > _MAX_SOCKET_PATH - 80:
+        base = Path("/tmp")
+    preferred = base / f"aioarena-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        preferred.mkdir(mode=0o700)
+    status = preferred.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+        sweep(preferred)
+        return preferred
+    # Somebody took the name, or opened it up: whatever that means, it must not stop us.
+    return Path(tempfile.mkdtemp(prefix=f"aioarena-{os.getuid()}-", dir=base))
+
+
+def new_address() -> str:
+    """A fresh socket path in the runtime directory.
+
+    Raises:
+        ArenaError: The path is too long for a Unix socket.
+    """
+    path = str(runtime_directory() / owned_name("sock"))
+    if len(path) > _MAX_SOCKET_PATH:
+        raise ArenaError(f"socket path {path!r} is longer than {_MAX_SOCKET_PATH} bytes; set TMPDIR to a shorter one")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    version: int
+    rank: int
+    incarnation: int
+    identity: ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """The connection of a reader ended."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    rank: int
+
+
+Event = Join | Leave | Disconnect | Wake
+
+
+def _events(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.EVENTS))
+
+
+class _Wire:
+    def __init__(self, kind: int) -> None:
+        self._pid = os.getpid()
+        self._socket: zmq.Socket[bytes] | None = None
+        socket = _context.acquire().socket(kind)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            # No mark at which libzmq would drop: the channel bounds what is under way itself, in bytes.
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            self.fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
+        except BaseException:
+            socket.close()
+            _context.release()
+            raise
+        self._socket = socket
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        assert self._socket is not None, "the wire is closed"
+        return self._socket
+
+    def readable(self) -> bool:
+        """Whether something is there to drain; asking re-arms the descriptor."""
+        return self._socket is not None and bool(_events(self._socket) & zmq.POLLIN)
+
+    def close(self) -> None:
+        if self._socket is None or self._pid != os.getpid():
+            return
+        self._socket.close()
+        self._socket = None
+        _context.release()
+
+
+class SenderWire(_Wire):
+    """The sender's socket.
+
+    Args:
+        path: Unix socket path to bind.
+        nonce: 16 bytes that every message from a reader of this channel carries.
+    """
+
+    def __init__(self, path: str, nonce: bytes) -> None:
+        super().__init__(zmq.XPUB)
+        self._path = path
+        self._nonce = nonce
+        self.foreign = 0  # messages that no reader of this channel sent
+        try:
+            self.socket.bind(f"ipc://{path}")
+        except BaseException:
+            super().close()
+            raise
+
+    def wake(self) -> None:
+        self.socket.send(b"W")
+
+    def send_frames(self, number: int, parts: Sequence[Any]) -> None:
+        """Queue a frame message. ``parts`` become libzmq's: nobody may write to them any more."""
+        self.socket.send_multipart([_NUMBER.pack(b"F", number), *parts], copy=False)
+
+    def refuse(self, incarnation: int, reason: str) -> None:
+        self.socket.send(_NUMBER.pack(b"I", incarnation) + reason.encode())
+
+    def drain(self) -> list[Event]:
+        """Everything that arrived."""
+        events: list[Event] = []
+        while self.readable():
+            parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            event = self._parse(parts[0]) if len(parts) == 1 else None
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _parse(self, message: bytes) -> Event | None:
+        kind = message[:1]
+        if kind == b"\x00" and message[1:2] == b"I" and len(message) == 1 + _NUMBER.size:
+            return Disconnect(_NUMBER.unpack(message[1:])[1])
+        if kind in (b"\x00", b"\x01"):
+            return None  # other (un)subscriptions
+        if message[1:17] == self._nonce:
+            if kind == b"J" and len(message) == _JOIN.size:
+                _, _, version, rank, incarnation, pid, ticks, namespace = _JOIN.unpack(message)
+                return Join(version, rank, incarnation, ProcessIdentity(pid, ticks, namespace))
+            if kind == b"L" and len(message) == _LEAVE.size:
+                return Leave(*_LEAVE.unpack(message)[2:])
+            if kind == b"W" and len(message) == _WAKE.size:
+                return Wake(_WAKE.unpack(message)[2])
+        self.foreign += 1
+        return None
+
+    def close(self) -> None:
+        if self._socket is not None and self._pid == os.getpid():
+            super().close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+class ReceiverWire(_Wire):
+    """A reader's socket.
+
+    Attributes:
+        refusal: Why the sender refused the join, once it did.
+        disconnected: Whether a connection that stood has ended. Everything that arrived over it is drained by then.
+    """
+
+    def __init__(self, path: str, nonce: bytes, rank: int, incarnation: int) -> None:
+        super().__init__(zmq.XSUB)
+        self._nonce = nonce
+        self._rank = rank
+        self._incarnation = incarnation
+        self._frames: dict[int, list[zmq.Frame]] = {}
+        self.refusal: str | None = None
+        self.disconnected = False
+        self.foreign = 0
+        socket = self.socket
+        try:
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+            self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor.setsockopt(zmq.LINGER, 0)
+            self.monitor_fd: int = self._monitor.getsockopt(zmq.FD)  # type: ignore[assignment]
+            socket.connect(f"ipc://{path}")
+            # Before the join on the same connection: by the time the sender reads the join, it sends us these topics.
+            self._own_topic = _NUMBER.pack(b"I", incarnation)
+            for topic in (b"W", b"F", self._own_topic):
+                socket.send(b"\x01" + topic)
+        except BaseException:
+            self.close()
+            raise
+
+    def join(self, identity: ProcessIdentity) -> None:
+        self.socket.send(
+            _JOIN.pack(
+                b"J",
+                self._nonce,
+                VERSION,
+                self._rank,
+                self._incarnation,
+                identity.pid,
+                identity.start_ticks,
+                identity.pid_namespace,
+            )
+        )
+
+    def leave(self) -> None:
+        self.socket.send(_LEAVE.pack(b"L", self._nonce, self._rank, self._incarnation))
+
+    def wake(self) -> None:
+        self.socket.send(_WAKE.pack(b"W", self._nonce, self._rank))
+
+    def drain(self) -> bool:
+        """Take in everything that arrived; whether there was anything."""
+        # The monitor first: libzmq reports a disconnect after it has queued what came before it, so that draining the
+        # socket afterwards really gets everything.
+        disconnected = False
+        while _events(self._monitor) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            disconnected |= event["event"] == zmq.EVENT_DISCONNECTED
+        any_message = disconnected
+        while self.readable():
+            self._take(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            any_message = True
+        self.disconnected |= disconnected
+        return any_message
+
+    def _take(self, parts: list[zmq.Frame]) -> None:
+        head = parts[0].bytes
+        if head == b"W":
+            return
+        if head[:1] == b"F" and len(head) == _NUMBER.size:
+            self._frames[_NUMBER.unpack(head)[1]] = parts[1:]
+        elif head[: _NUMBER.size] == self._own_topic:
+            self.refusal = head[_NUMBER.size :].decode(errors="replace")
+        else:
+            self.foreign += 1
+
+    def frames(self, number: int) -> list[zmq.Frame] | None:
+        """Parts of a frame message, None if it is not here yet. They stay until :meth:`drop_frames`."""
+        return self._frames.get(number)
+
+    def drop_frames(self, number: int) -> None:
+        """Forget a frame message and all before it (of sends that were cancelled, or from before this reader)."""
+        for known in [known for known in self._frames if known <= number]:
+            del self._frames[known]
+
+    def close(self) -> None:
+        if self._socket is not None and self._pid == os.getpid():
+            monitor = getattr(self, "_monitor", None)
+            if monitor is not None:
+                self.socket.disable_monitor()
+                monitor.close()
+            self._frames.clear()
+            super().close()

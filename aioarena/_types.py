@@ -1,0 +1,180 @@
+"""The frozen dataclasses users see: what they configure, pass around and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aioarena._core.layout import VERSION, Layout
+from aioarena._platform.memory import SegmentRef
+from aioarena._platform.process import ProcessIdentity
+
+# Defaults of ArenaConfig, from `python -m aioarena bench placement` on a 2-core x86-64 VM (Linux 6.18, Python 3.11),
+# 2026-11-30; the measurement is in docs of ArenaConfig.
+DEFAULT_SLOT_BYTES = 256 << 10
+DEFAULT_SLOTS = (2 << 30) // DEFAULT_SLOT_BYTES
+DEFAULT_MIN_BYTES = 64 << 10
+
+# Thousands of steps of a burst fit (a step is a few hundred bytes); costs nothing until it is used.
+DEFAULT_RING_BYTES = 8 << 20
+MIN_RING_BYTES = 64 << 10
+
+# Start of a slot is the start of a tensor: aligned for any dtype and vector load, and to a cache line.
+SLOT_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaConfig:
+    """Size of the arena.
+
+    A buffer takes ``ceil(nbytes / slot_bytes)`` neighbouring slots. Memory is only used once a slot was written.
+
+    Attributes:
+        slots: Number of slots. 8192 by default.
+        slot_bytes: Bytes of a slot, a multiple of 4096. 256 KiB by default: small enough that a 64 KiB buffer wastes
+            only address space, large enough that a 2 GiB arena has few slots to keep track of.
+        min_bytes: Buffers smaller than this are copied through the ring, at least 1. 64 KiB by default, which is where
+            the fixed cost of a span equals that of the ring's two copies.
+    """
+
+    slots: int = DEFAULT_SLOTS
+    slot_bytes: int = DEFAULT_SLOT_BYTES
+    min_bytes: int = DEFAULT_MIN_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "slot_bytes", "min_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"ArenaConfig.{name} must be an int, not {type(value).__name__}")
+            if value < 1:
+                raise ValueError(f"ArenaConfig.{name} must be at least 1, not {value}")
+        if self.slot_bytes % 4096:
+            raise ValueError(f"ArenaConfig.slot_bytes must be a multiple of 4096, not {self.slot_bytes}")
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the arena."""
+        return self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What a reader needs to attach: pass it to the readers' processes by pickling it, any way you like.
+
+    Whoever has it and runs as the same user on the same host can read the channel. Messages are pickles, so a reader
+    trusts its sender.
+
+    Attributes:
+        name: The channel's name, for logs.
+        readers: Number of ranks.
+        sender: The sender's process.
+    """
+
+    name: str
+    readers: int
+    sender: ProcessIdentity
+    nonce: bytes = field(repr=False)
+    layout: Layout = field(repr=False)
+    control: SegmentRef = field(repr=False)
+    arena: SegmentRef | None = field(repr=False)
+    address: str = field(repr=False)
+    version: int = field(default=VERSION, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderStatus:
+    """One rank, as the sender sees it.
+
+    Attributes:
+        rank: Its rank.
+        state: ``awaited``, ``joined``, ``left``, ``lost`` or ``evicted``.
+        pid: Process id of the reader that has or last had the rank, None before the first.
+        messages_behind: Messages sent that it has not received.
+        bytes_behind: Ring bytes sent that it has not received.
+        spans_held: Spans of the arena it has not released, as last noticed.
+    """
+
+    rank: int
+    state: str
+    pid: int | None
+    messages_behind: int
+    bytes_behind: int
+    spans_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class SenderStatistics:
+    """A snapshot of a sender. Counters start at 0 with the channel and never go backwards.
+
+    Attributes:
+        messages: Messages sent.
+        ring_bytes: Bytes that went through the ring, tables included.
+        arena_bytes: Bytes copied into the arena.
+        frame_bytes: Bytes sent as frames.
+        fallbacks: Buffers that did not take the arena, by reason: ``arena_full``, ``larger_than_arena``,
+            ``below_min_bytes``, ``arena_off``, ``not_divertible`` (a tensor that torch itself had to pickle).
+        copy_seconds: Time spent copying into the arena and into frames.
+        wakeups: Wake-ups sent to readers.
+        waits: Sends that had to wait for ring space or frame budget.
+        ring_used: Bytes of the ring that the slowest reader has not received, now.
+        ring_capacity: Bytes of the ring.
+        frames_pending: Bytes of frames that some reader has not received, now.
+        slots: Slots of the arena.
+        slots_used: Slots claimed or held by some reader, now.
+        slots_peak: Most slots used at any time.
+        spans_held: Spans that some reader has not released, now.
+        readers: Each rank.
+        foreign_messages: Messages on the socket that no reader of this channel sent; they are ignored.
+    """
+
+    messages: int
+    ring_bytes: int
+    arena_bytes: int
+    frame_bytes: int
+    fallbacks: dict[str, int]
+    copy_seconds: float
+    wakeups: int
+    waits: int
+    ring_used: int
+    ring_capacity: int
+    frames_pending: int
+    slots: int
+    slots_used: int
+    slots_peak: int
+    spans_held: int
+    readers: tuple[ReaderStatus, ...]
+    foreign_messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverStatistics:
+    """A snapshot of a receiver. Counters start at 0 when it attaches and never go backwards.
+
+    Attributes:
+        messages: Messages received.
+        decode_errors: Messages that did not unpickle here.
+        arena_bytes: Bytes received as views of the arena.
+        frame_bytes: Bytes received as frames.
+        bytes_behind: Ring bytes sent and not received, now.
+        parks: Times it waited for a message.
+        spans_held: Spans it holds: tensors alive, or GPU work pending, now.
+        bytes_held: Bytes of those spans.
+        oldest_held: Seconds that the oldest of them has been held, 0.0 if there is none.
+        spans_released: Spans given back.
+        spans_pending: Held spans that are dropped and only wait for GPU work.
+        spans_quarantined: Spans never given back because the GPU stopped answering.
+        pinned: ``no`` (no GPU context, or ``pin="off"``), ``pending``, ``yes`` or ``failed``.
+    """
+
+    messages: int
+    decode_errors: int
+    arena_bytes: int
+    frame_bytes: int
+    bytes_behind: int
+    parks: int
+    spans_held: int
+    bytes_held: int
+    oldest_held: float
+    spans_released: int
+    spans_pending: int
+    spans_quarantined: int
+    pinned: str

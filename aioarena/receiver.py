@@ -1,0 +1,550 @@
+"""The receiving end of a channel, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from asyncio import _get_running_loop as running_loop
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from aioarena import _devices
+from aioarena._assembly import Assembler
+from aioarena._asyncio import BREATH, BREATH_SHIFT, Endpoint, State
+from aioarena._codec import decode
+from aioarena._copying import CopyPool
+from aioarena._core.layout import VERSION
+from aioarena._core.receiver import Fate, IncomingMessage, ReceiverCore
+from aioarena._gpu import GpuSide
+from aioarena._platform import accelerator, memory
+from aioarena._platform.memory import Pin
+from aioarena._platform.process import ProcessIdentity
+from aioarena._platform.wire import ReceiverWire
+from aioarena._release import SpanLedger
+from aioarena._types import Handle, ReceiverStatistics
+from aioarena.exceptions import (
+    BusyError,
+    DecodeError,
+    EndOfChannel,
+    EvictedError,
+    HandleError,
+    SenderLostError,
+    WouldBlock,
+)
+
+logger = logging.getLogger("aioarena")
+
+# Seconds that aclose waits for the sender to take note of the leave. It only bounds how long a hung sender can hold us.
+_LEAVE_TIMEOUT = 1.0
+
+
+class Receiver(Endpoint):
+    """Receives what a :class:`Sender` broadcasts, as one of its ranks.
+
+    Large CPU tensors, arrays and buffers arrive as views of the arena, without a copy: treat them as read-only, because
+    the other readers look at the same memory. They hold their slots until the last view, slice or Parameter over them is
+    gone, and stay valid after the channel, and the sender, are gone. Clone what you keep for long.
+
+    Args:
+        handle: The sender's ``handle``.
+        rank: Which reader this is, 0 to ``handle.readers - 1``. One live process per rank.
+        spin: Seconds to look at the ring, letting other tasks run, before parking. 0 parks at once and uses no CPU.
+        pin: ``"auto"`` registers the arena as pinned memory once CUDA is in use in this process, in a thread; ``"off"``
+            never does.
+        private: Give private, plain copies instead of views, for code that writes into what it receives.
+
+    Raises:
+        ValueError, TypeError: An argument makes no sense.
+    """
+
+    _what = "Receiver"
+
+    def __init__(
+        self,
+        handle: Handle,
+        rank: int,
+        *,
+        spin: float = 0.0,
+        pin: Literal["auto", "off"] = "auto",
+        private: bool = False,
+    ) -> None:
+        self._state = State.CLOSED  # nothing to close if what follows raises
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle must be the Handle of a Sender, not {type(handle).__name__}")
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"rank must be an int, not {type(rank).__name__}")
+        if not 0 <= rank < handle.readers:
+            raise ValueError(
+                f"rank must be from 0 to {handle.readers - 1}, not {rank}: the channel has {handle.readers} readers"
+            )
+        if spin < 0:
+            raise ValueError(f"spin must not be negative, not {spin}")
+        if pin not in ("auto", "off"):
+            raise ValueError(f'pin must be "auto" or "off", not {pin!r}')
+        super().__init__(handle.name)
+        self.handle = handle
+        self.rank = rank
+        self._spin = spin
+        self._pin = pin
+        self._private = private
+        self._accelerator = accelerator.current()
+        self._core: ReceiverCore | None = None
+        self._wire: ReceiverWire | None = None
+        self._ledger: SpanLedger | None = None
+        self._sender_pidfd: int | None = None
+        self._sender_dead = False
+        self._turn = asyncio.Lock()
+        self._decoding = False
+        self._pool = CopyPool("read")
+        self._gpu: GpuSide | None = None
+        self._assembler: Assembler  # from start on
+        self._parks = 0
+        self._decode_errors = 0
+        self._finished: asyncio.Future[None] | None = None
+
+    @property
+    def _label(self) -> str:
+        return f"reader {self.rank} of channel {self._name!r}"
+
+    # Life cycle ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Attach to the channel and wait for the seat at this rank; the sender may be started later.
+
+        Cancelling is safe: nothing is left behind.
+
+        Raises:
+            HandleError: The handle is of another version, or what it names is not the channel.
+            SenderLostError: The sender is gone, or dies meanwhile.
+            EndOfChannel: The sender closed before this reader joined.
+            ArenaError: The sender refused, e.g. because a live process has the rank.
+        """
+        self._bind()
+        try:
+            self._attach()
+            await self._join()
+        except BaseException:
+            self._state = State.CLOSED
+            self._fault = self._closed
+            self._detach_from_loop()
+            self._release_resources()
+            raise
+        self._state = State.OPEN
+        self._fault = None
+
+    def _attach(self) -> None:
+        handle = self.handle
+        if handle.version != VERSION:
+            raise HandleError(
+                f"the handle has layout version {handle.version}, this is {VERSION}: install the same "
+                "version of aioarena at both ends",
+                expected=VERSION,
+                found=handle.version,
+            )
+        try:
+            self._sender_pidfd = handle.sender.open_pidfd()
+        except ProcessLookupError:
+            raise self._sender_gone() from None
+        control = self._map(handle.control)
+        difference = handle.layout.mismatch(control.view[: handle.layout.ring_offset].cast("Q"), handle.nonce)
+        if difference is not None:
+            field, expected, found = difference
+            raise HandleError(
+                f"the segment the handle names belongs to something else: {field} is {found}, expected {expected}",
+                expected=expected,
+                found=found,
+            )
+        incarnation = secrets.randbits(63) | 1
+        self._core = ReceiverCore(control.view, handle.layout, self.rank, incarnation)
+        if handle.arena is not None:
+            arena = self._map(handle.arena)
+            self._ledger = SpanLedger(arena, handle.layout, self._core.spans, self._accelerator)
+            assert self._loop is not None
+            self._gpu = GpuSide(
+                self._ledger, self._accelerator, self._pool, self._loop, self._watch, pin=self._pin == "auto"
+            )
+        self._wire = ReceiverWire(handle.address, handle.nonce, self.rank, incarnation)
+        self._assembler = Assembler(
+            self._wire,
+            self._ledger,
+            handle.layout.slot_bytes,
+            self._private,
+            self._pool,
+            viewed=self._gpu.pin_if_useful if self._gpu is not None else lambda: None,
+        )
+        self._watch(self._wire.fd, self._on_wire)
+        self._watch(self._wire.monitor_fd, self._on_wire)
+        if self._sender_pidfd is not None:
+            self._watch(self._sender_pidfd, self._on_sender_death)
+        self._start_ticking()
+
+    def _map(self, ref: memory.SegmentRef) -> memory.Mapping:
+        try:
+            return memory.attach(ref)
+        except PermissionError:
+            raise HandleError(
+                f"no permission to attach channel {self._name!r}: it belongs to another user; run sender and readers as "
+                "one user"
+            ) from None
+        except FileNotFoundError:
+            if not self.handle.sender.alive:
+                raise self._sender_gone() from None
+            raise HandleError(
+                f"the memory of channel {self._name!r} is not to be found from here ({ref.path}): the sender closed it, "
+                'or runs in another container; with backing="shm" and a shared /dev/shm containers can share a channel'
+            ) from None
+
+    async def _join(self) -> None:
+        core, wire = self._core, self._wire
+        assert core is not None and wire is not None
+        wire.join(ProcessIdentity.current())
+        self._on_wire()
+        with self._explained(lambda: f"{self._label} is waiting for the sender (pid {self.handle.sender.pid}) to admit it"):
+            while not core.seated:
+                if wire.refusal is not None:
+                    raise HandleError(f"the sender refused {self._label}: {wire.refusal}")
+                if self._sender_dead:
+                    raise self._sender_gone()
+                if core.closed:
+                    raise EndOfChannel(f"the sender of channel {self._name!r} closed before reader {self.rank} joined")
+                await self._changed()
+                if self._state is not State.STARTING:
+                    raise self._closed()
+        core.start()
+
+    async def aclose(self) -> None:
+        """Leave the channel. What was not received is skipped; tensors already received stay valid.
+
+        Receives that are waiting raise :class:`ClosedError`. Closing twice is harmless.
+        """
+        if self._state is State.CLOSED:
+            return
+        if self._born_elsewhere():
+            raise self._forked()
+        if self._state is State.NEW:
+            self._finish()
+            return
+        if self._state is State.CLOSING:
+            assert self._finished is not None
+            await asyncio.shield(self._finished)
+            return
+        assert self._loop is not None
+        self._state = State.CLOSING
+        self._finished = self._loop.create_future()
+        self._fault = self._closed
+        self._notify()
+        try:
+            if self._gpu is not None:
+                await self._gpu.stop()
+            await self._leave()
+        finally:
+            self._finish()
+
+    async def _leave(self) -> None:
+        core, wire = self._core, self._wire
+        if core is None or wire is None or not core.seated or core.closed or self._sender_dead:
+            return
+        wire.leave()
+        self._drain_later()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_TIMEOUT):
+                # The sender empties the seat once it has read the leave; before that, closing the socket could lose it.
+                while core.seated and not core.closed and not self._sender_dead and not wire.disconnected:
+                    await self._changed()
+
+    def _finish(self) -> None:
+        self._state = State.CLOSED
+        self._fault = self._closed
+        self._detach_from_loop()
+        self._release_resources()
+        self._notify()
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)
+
+    def _release_resources(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+        if self._sender_pidfd is not None:
+            memory.close_quietly(self._sender_pidfd)
+            self._sender_pidfd = None
+        self._pool.close()
+        if self._ledger is not None:
+            self._ledger.drain_in_background()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # Receiving ----------------------------------------------------------------------------------------------------
+
+    async def recv(self) -> Any:
+        """Receive the next message.
+
+        Several tasks may wait; each message goes to one of them, in the order of their calls. Cancelling is safe: the
+        message waits for the next call.
+
+        Returns:
+            The object that was sent. Its large CPU tensors have the sent shape and dtype, are writable memory to torch,
+            and alias the arena (see the class).
+
+        Raises:
+            EndOfChannel: The sender closed and everything was received.
+            SenderLostError: The sender died; everything it had published was received.
+            EvictedError: The sender gave this reader up.
+            DecodeError: The message does not unpickle here. It counts as received.
+            ClosedError: This end is closed, or was closed while this waited.
+            WrongContextError: Called on another loop, or in a forked process.
+        """
+        if self._fault is not None or running_loop() is not self._loop:
+            self._raise_fault()
+        self._credit -= 1
+        if self._credit < 0:
+            await self._breathe()
+        if not self._turn.locked() and not self._decoding:
+            core = self._core
+            taken = core.take()  # type: ignore[union-attr]
+            if taken.__class__ is bytes:
+                return self._decode(taken, [])
+        async with self._turn:
+            return await self._recv_in_turn()
+
+    dequeue = recv
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.recv()
+        except EndOfChannel:
+            raise StopAsyncIteration from None
+
+    def recv_nowait(self) -> Any:
+        """Receive a message that is there.
+
+        Raises:
+            WouldBlock: There is none, its frames have not arrived, or another task is receiving.
+            Others: As :meth:`recv`.
+        """
+        self._check()
+        if self._turn.locked():
+            raise WouldBlock(f"{self._label}: another task is receiving")
+        taken = self._take()
+        if taken is None:
+            self._raise_fate()
+            raise WouldBlock(f"{self._label}: no message")
+        if isinstance(taken, bytes):
+            return self._decode(taken, [])
+        if not self._assembler.complete(taken):
+            self._on_wire()
+            if not self._assembler.complete(taken):
+                raise WouldBlock(f"{self._label}: the frames of the next message have not arrived yet")
+        return self._assemble(taken)
+
+    async def _recv_in_turn(self) -> Any:
+        while True:
+            self._check()
+            taken = self._take()
+            if taken is None:
+                self._raise_fate()
+                await self._until_published()
+            elif isinstance(taken, bytes):
+                return self._decode(taken, [])
+            elif not self._assembler.complete(taken):
+                await self._until_framed()
+            elif self._assembler.wants_copies(taken):
+                return self._assemble(taken, await self._assembler.private_copies(taken))
+            else:
+                return self._assemble(taken)
+
+    def _take(self) -> bytes | IncomingMessage | None:
+        if self._decoding:
+            raise BusyError("recv called while this receiver is unpickling a message (from its __setstate__)")
+        assert self._core is not None
+        return self._core.take()
+
+    async def _until_published(self) -> None:
+        """Park until the ring, or the fate of the channel, may have changed."""
+        core = self._core
+        assert core is not None
+        if self._spin:
+            deadline = time.monotonic() + self._spin
+            while time.monotonic() < deadline:
+                await asyncio.sleep(0)
+                if self._fault is not None or core.take() is not None or core.fate() is not Fate.OPEN:
+                    return
+        self._parks += 1
+        self._credit = BREATH
+        try:
+            # Parked before the second look that park takes: a message published in between finds us parked.
+            if core.park() and not self._sender_dead:
+                await self._changed()
+        finally:
+            core.unpark()
+
+    def _raise_fate(self) -> None:
+        """Raise if nothing will come any more. Called when the ring is empty."""
+        core, wire = self._core, self._wire
+        assert core is not None and wire is not None
+        fate = core.fate()
+        if fate is Fate.ENDED:
+            raise EndOfChannel(f"the sender of channel {self._name!r} closed; {self._label} received all of it")
+        if fate is Fate.EVICTED:
+            raise EvictedError(f"the sender gave {self._label} up; attach a new Receiver to go on from the current message")
+        if self._sender_dead and core.take() is None:
+            raise self._sender_gone()
+
+    async def _until_framed(self) -> None:
+        assert self._wire is not None
+        if self._wire.disconnected or (self._sender_dead and self._sender_pidfd is None):
+            # Whatever was on its way has arrived; this has not.
+            raise self._sender_gone()
+        await self._changed()
+
+    # Decoding ----------------------------------------------------------------------------------------------------
+
+    def _assemble(self, taken: IncomingMessage, copies: dict[int, memoryview] | None = None) -> Any:
+        """Turn the parts of a message into the object. No await: it is taken and returned, or still there."""
+        try:
+            buffers = self._assembler.buffers(taken, copies)
+        except BaseException:
+            self._decode_errors += 1
+            self._advance()
+            raise
+        self._credit -= sum(len(inline) for inline in taken.inline if inline is not None) >> BREATH_SHIFT
+        return self._decode(buffers.pop(0), buffers)
+
+    def _decode(self, pickled: bytes | memoryview, buffers: list[memoryview]) -> Any:
+        failure: Exception
+        self._decoding = True
+        try:
+            obj = decode(pickled, buffers)
+        except Exception as error:
+            failure = error
+            self._decode_errors += 1
+        else:
+            return obj
+        finally:
+            self._decoding = False
+            # Nothing of the message may stay referenced from here, not even by a traceback that somebody keeps.
+            buffers.clear()
+            del pickled
+            self._advance()
+        raise DecodeError(
+            f"message {self._core.ring.received} of {self._label} does not unpickle here: "  # type: ignore[union-attr]
+            f"{type(failure).__name__}: {failure}. It counts as received; the next receive gives the next message"
+        ) from failure
+
+    def _advance(self) -> None:
+        assert self._core is not None
+        if self._core.advance() and self._wire is not None:
+            self._wire.wake()
+            self._drain_later()
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Tell that a stream reads a received tensor: its slot is not reused before that work is done.
+
+        Needed for copies you start yourself (``tensor.to(device, non_blocking=True)``) on another stream than the one
+        that is current when the tensor is dropped. A tensor that is not in the arena is ignored.
+
+        Args:
+            tensor: A received CPU tensor, or any view of one.
+            stream: A ``torch.cuda.Stream``.
+        """
+        self._check()
+        if self._gpu is not None:
+            self._gpu.record_stream(tensor, stream)
+
+    async def to_device(self, obj: Any, device: Any, stream: Any = None) -> Any:
+        """Copy all CPU tensors in an object to a device.
+
+        Args:
+            obj: A tensor, or any nesting of dict, list, tuple, named tuple and dataclass with tensors in it. Other
+                objects, and tensors that are on the device, are passed through.
+            device: Where to, e.g. ``"cuda:2"``. With ``"cpu"`` the tensors become private copies.
+            stream: A ``torch.cuda.Stream`` to copy on and to use the result on; by default the current one.
+
+        Returns:
+            The same nesting over tensors on the device. The copies are complete, and usable on ``stream``. Received
+            tensors may be dropped at once: their slots wait for the copies by themselves.
+
+        Raises:
+            ClosedError, WrongContextError: As :meth:`recv`.
+        """
+        self._check()
+        if torch.device(device).type == "cpu":
+            return await _devices.to_cpu(obj, self._pool)
+        if self._gpu is None:
+            return await _devices.to_accelerator(obj, device, stream, self._accelerator, self._pool, pinned=False)
+        return await self._gpu.to_device(obj, device, stream)
+
+    # Events -------------------------------------------------------------------------------------------------------
+
+    def _on_wire(self) -> None:
+        if self._wire is None or self._state is State.CLOSED:
+            return
+        if self._wire.drain():
+            if self._wire.disconnected and not self.handle.sender.visible:
+                self._sender_dead = True  # its pid means nothing here, so the connection is all there is to go by
+            self._notify()
+
+    def _drain_later(self) -> None:
+        if self._wire is not None and self._wire.readable():
+            assert self._loop is not None
+            self._loop.call_soon(self._on_wire)
+
+    def _on_sender_death(self) -> None:
+        assert self._sender_pidfd is not None
+        self._unwatch(self._sender_pidfd)
+        self._sender_dead = True
+        self._notify()
+
+    def _tick(self) -> None:
+        # In case a wake-up was lost, and for frames of a dead sender that will not come.
+        if self._waiters:
+            self._on_wire()
+            self._notify()
+
+    def _sender_gone(self) -> SenderLostError:
+        received = self._core.ring.received if self._core is not None else 0
+        return SenderLostError(
+            f"the sender of channel {self._name!r} (pid {self.handle.sender.pid}) is gone without closing; {self._label} "
+            f"received {received} messages; make a new channel",
+            pid=self.handle.sender.pid,
+            received=received,
+        )
+
+    def _check(self) -> None:
+        if self._fault is not None or running_loop() is not self._loop:
+            self._raise_fault()
+
+    def statistics(self) -> ReceiverStatistics:
+        """A snapshot of counters and state. Cheap; may be called any time, also after close."""
+        core, ledger, assembler = self._core, self._ledger, getattr(self, "_assembler", None)
+        held = list(ledger.held.values()) if ledger is not None else []
+        return ReceiverStatistics(
+            messages=core.ring.received if core is not None else 0,
+            decode_errors=self._decode_errors,
+            arena_bytes=assembler.arena_nbytes if assembler is not None else 0,
+            frame_bytes=assembler.frame_nbytes if assembler is not None else 0,
+            bytes_behind=core.ring.lag if core is not None and self._state is State.OPEN else 0,
+            parks=self._parks,
+            spans_held=len(held),
+            bytes_held=sum(span.nbytes for span in held),
+            oldest_held=max((time.monotonic() - span.since for span in held), default=0.0),
+            spans_released=ledger.released if ledger is not None else 0,
+            spans_pending=ledger.pending if ledger is not None else 0,
+            spans_quarantined=ledger.quarantined if ledger is not None else 0,
+            pinned=ledger.mapping.pin.value if ledger is not None else Pin.NO.value,
+        )

@@ -1,0 +1,523 @@
+"""The sending end of a channel, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from asyncio import _get_running_loop as running_loop
+from collections import deque
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from aioarena._asyncio import BREATH_SHIFT, Endpoint, State, Turn
+from aioarena._codec import Encoder, Plan, as_plan
+from aioarena._core.layout import Layout
+from aioarena._core.record import INLINE
+from aioarena._core.sender import NOT_DIVERTIBLE, Membership, PlacedMessage, SenderCore
+from aioarena._filling import FallbackLog, Filler
+from aioarena._membership import Members
+from aioarena._platform.memory import SHM_DIRECTORY as SHM
+from aioarena._platform.memory import Segment, require_memory, sweep
+from aioarena._platform.process import ProcessIdentity
+from aioarena._platform.wire import SenderWire, Wake, new_address
+from aioarena._types import (
+    DEFAULT_MIN_BYTES,
+    DEFAULT_RING_BYTES,
+    MIN_RING_BYTES,
+    ArenaConfig,
+    Handle,
+    ReaderStatus,
+    SenderStatistics,
+)
+from aioarena.exceptions import ArenaError, WouldBlock
+
+logger = logging.getLogger("aioarena")
+
+# Bytes of frames under way before the sender waits. A guess: a few of the largest messages we know of (200 MB).
+DEFAULT_FRAME_BUDGET = 1 << 30
+
+
+class Sender(Endpoint):
+    """Broadcasts objects to a fixed number of readers.
+
+    The constructor reserves address space and makes the handle; ``async with`` (or :meth:`start` and :meth:`aclose`)
+    binds it to the running event loop. All calls belong on that loop.
+
+    Args:
+        readers: How many readers there are, with ranks 0 to ``readers - 1``. Sending waits until all have attached.
+        name: For logs and statistics; made up by default.
+        arena: Size of the arena, or None to do without: large buffers then travel as frames.
+        ring_bytes: Capacity of the ring, at least 64 KiB.
+        backing: ``"memfd"`` (anonymous memory, leaves nothing behind) or ``"shm"`` (files in /dev/shm, for readers in
+            another pid namespace).
+        on_reader_lost: ``"raise"``: when a reader dies, sending raises :class:`ReaderLostError` until a new process
+            attaches at its rank. ``"continue"``: the others go on without it.
+        frame_budget: Bytes of frames that may be under way before sending waits; one larger message may go alone.
+        stall_after: Seconds a send waits for a reader before a warning says for whom, and then at growing intervals.
+        linger: Seconds that :meth:`aclose` waits for readers to receive frames that are under way.
+
+    Raises:
+        ValueError, TypeError: An argument makes no sense.
+        NoSpaceError: There is not enough memory for the arena and the ring.
+    """
+
+    _what = "Sender"
+
+    def __init__(
+        self,
+        readers: int,
+        *,
+        name: str | None = None,
+        arena: ArenaConfig | None = ArenaConfig(),  # noqa: B008 - frozen
+        ring_bytes: int = DEFAULT_RING_BYTES,
+        backing: Literal["memfd", "shm"] = "memfd",
+        on_reader_lost: Literal["raise", "continue"] = "raise",
+        frame_budget: int = DEFAULT_FRAME_BUDGET,
+        stall_after: float = 10.0,
+        linger: float = 10.0,
+    ) -> None:
+        self._state = State.CLOSED  # nothing to close if what follows raises
+        if not isinstance(readers, int) or isinstance(readers, bool):
+            raise TypeError(f"readers must be an int, not {type(readers).__name__}")
+        if readers < 1:
+            raise ValueError(f"readers must be at least 1, not {readers}")
+        if ring_bytes < MIN_RING_BYTES or ring_bytes >= 1 << 32:
+            raise ValueError(f"ring_bytes must be at least {MIN_RING_BYTES} and below 4 GiB, not {ring_bytes}")
+        if backing not in ("memfd", "shm"):
+            raise ValueError(f'backing must be "memfd" or "shm", not {backing!r}')
+        if on_reader_lost not in ("raise", "continue"):
+            raise ValueError(f'on_reader_lost must be "raise" or "continue", not {on_reader_lost!r}')
+        if arena is not None and not isinstance(arena, ArenaConfig):
+            raise TypeError(f"arena must be an ArenaConfig or None, not {type(arena).__name__}")
+        nonce = secrets.token_bytes(16)
+        super().__init__(f"channel-{nonce.hex()[:6]}" if name is None else name)
+        layout = Layout(
+            readers=readers,
+            ring_bytes=ring_bytes // 8 * 8,
+            slots=arena.slots if arena else 0,
+            slot_bytes=arena.slot_bytes if arena else 0,
+        )
+        self._on_reader_lost = on_reader_lost
+        self._stall_after = stall_after
+        self._linger = linger
+        self._nonce = nonce
+        require_memory(layout.control_bytes + layout.arena_bytes, on_shm=backing == "shm")
+        self._control = self._make_segment(backing, "control", layout.control_bytes)
+        self._control.reserve(layout.control_bytes)
+        self._arena = self._make_segment(backing, "arena", layout.arena_bytes) if arena else None
+        layout.format(self._control.mapping.view[: layout.ring_offset].cast("Q"), nonce)
+        self._core = SenderCore(
+            self._control.mapping.view,
+            layout,
+            min_bytes=arena.min_bytes if arena else DEFAULT_MIN_BYTES,
+            frame_budget=frame_budget,
+        )
+        self._address = new_address()
+        self.handle = Handle(
+            name=self._name,
+            readers=readers,
+            sender=ProcessIdentity.current(),
+            nonce=nonce,
+            layout=layout,
+            control=self._control.ref,
+            arena=self._arena.ref if self._arena else None,
+            address=self._address,
+        )
+        self._encoder = Encoder()
+        self._filler = Filler(self._name, self._core, self._arena)
+        self._wire: SenderWire | None = None
+        self._members: Members | None = None
+        self._turns: deque[Turn] = deque()
+        self._wakeups = 0
+        self._waits = 0
+        self._log_fallback = FallbackLog(self._name, self._core.arena)
+        self._stalled: tuple[float, float] | None = None  # waiting since, next warning at (monotonic)
+        self._finished: asyncio.Future[None] | None = None
+
+    def _make_segment(self, backing: str, kind: str, nbytes: int) -> Segment:
+        if backing == "memfd":
+            return Segment.memfd(f"aioarena-{self._name}-{kind}"[:200], nbytes)
+        sweep(SHM)
+        return Segment.shm(kind, nbytes)
+
+    # Life cycle ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bind the socket and begin to admit readers, on the running loop. Does not wait for them.
+
+        Raises:
+            ClosedError: It was started before.
+        """
+        self._bind()
+        try:
+            self._wire = SenderWire(self._address, self._nonce)
+            self._members = Members(
+                self._name, self._core, self._wire, self._watch, self._unwatch, self._membership_changed
+            )
+            self._watch(self._wire.fd, self._on_wire)
+            self._start_ticking()
+        except BaseException:
+            self._state = State.CLOSED
+            self._fault = self._closed
+            self._release_resources()
+            raise
+        self._state = State.OPEN
+        self._fault = None
+        self._on_wire()
+
+    async def aclose(self) -> None:
+        """Close in good order: everything sent stays receivable by the readers that attached, then their stream ends.
+
+        Sends that are waiting raise :class:`ClosedError`. Waits only for frames that are under way, at most ``linger``
+        seconds, and says in the log which reader was behind if that was not enough. Closing twice is harmless.
+        """
+        if self._state is State.CLOSED:
+            return
+        if self._born_elsewhere():
+            raise self._forked()
+        if self._state is State.NEW:
+            self._finish()
+            return
+        if self._state is State.CLOSING:
+            assert self._finished is not None
+            await asyncio.shield(self._finished)
+            return
+        self._check_loop()
+        assert self._loop is not None
+        self._state = State.CLOSING
+        self._finished = self._loop.create_future()
+        self._fault = self._closed
+        self._notify_all()
+        try:
+            # Sends under way hold spans and run copies; they see the fault and give both back.
+            while self._turns:
+                await self._changed()
+            self._core.ring.close()
+            self._send_wake()
+            await self._linger_for_frames()
+        finally:
+            self._finish()
+
+    async def _linger_for_frames(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._linger):
+                while self._core.frames_pending:
+                    if not self._core.ring.park(self._core.frames_end):
+                        break
+                    await self._changed()
+        pending = self._core.frames_pending
+        if pending and self._members is not None:
+            rank = self._members.slowest()
+            who = self._members.describe_behind(rank) if rank is not None else "nobody"
+            logger.warning(
+                "channel %r: closed with %d bytes of frames not received after %.1f s: %s. It will see the channel as "
+                "lost. Raise linger= if it only needs more time.",
+                self._name,
+                pending,
+                self._linger,
+                who,
+            )
+
+    def _finish(self) -> None:
+        self._state = State.CLOSED
+        self._fault = self._closed
+        self._detach_from_loop()
+        self._release_resources()
+        self._notify_all()
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)
+
+    def _release_resources(self) -> None:
+        if self._members is not None:
+            self._members.close()
+        if self._wire is not None:
+            self._wire.close()
+        self._filler.close()
+        self._control.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # Sending ------------------------------------------------------------------------------------------------------
+
+    async def wait_ready(self) -> None:
+        """Wait until every rank has been taken by a reader.
+
+        Raises:
+            ReaderLostError: A reader died since (with ``on_reader_lost="raise"``).
+            ClosedError: The sender was closed meanwhile.
+        """
+        self._check()
+        with self._explained(self._describe_awaited):
+            await self._until_ready()
+
+    async def send(self, obj: object) -> None:
+        """Send an object to all readers.
+
+        Messages of several tasks are sent in the order of the calls. Waits until all readers attached, for the copies of
+        large buffers (made in threads), and while the slowest reader leaves no room in the ring.
+
+        When it returns or raises, the caller owns all memory of ``obj`` again. Cancelling is safe: the message is sent to
+        all readers or to none, and nothing is held.
+
+        Args:
+            obj: Anything that pickles. Large CPU tensors, arrays and ``PickleBuffer`` are copied once, into the arena.
+
+        Raises:
+            EncodeError: It does not pickle.
+            ReaderLostError: A reader died (with ``on_reader_lost="raise"``).
+            ClosedError: The sender is closed, or was closed while this waited.
+            BusyError: Called from inside an object's own pickling.
+            WrongContextError: Called on another loop, or in a forked process.
+        """
+        if self._fault is not None or running_loop() is not self._loop:
+            self._raise_fault()
+        self._credit -= 1
+        if self._credit < 0:
+            await self._breathe()
+        message = self._encoder.encode(obj)
+        if message.__class__ is bytes and not self._turns and self._core.awaited == 0:
+            core = self._core
+            if len(message) <= core.small_limit and core.send_small(message):
+                self._credit -= len(message) >> BREATH_SHIFT
+                if core.sleepers():
+                    self._send_wake()
+                return
+        del obj
+        await self._send_in_turn(as_plan(message))
+
+    enqueue = send
+
+    def send_nowait(self, obj: object) -> None:
+        """Send without waiting. Large buffers are copied on the spot, by the calling thread.
+
+        Raises:
+            WouldBlock: A reader has not attached, other sends are waiting, or there is no room. Nothing was sent.
+            EncodeError, ReaderLostError, ClosedError, BusyError, WrongContextError: As :meth:`send`.
+        """
+        self._check()
+        message = self._encoder.encode(obj)
+        if self._turns or self._core.awaited:
+            raise WouldBlock(f"channel {self._name!r}: {self._describe_awaited() if self._core.awaited else 'busy'}")
+        plan = as_plan(message)
+        placed = self._core.place(plan.sizes)
+        try:
+            if self._core.shortage(placed) is not None:
+                raise WouldBlock(f"channel {self._name!r}: no room: {self._describe_slowest()}")
+            placed = self._filler.back_now(plan, placed)
+            frames = self._filler.fill_now(plan, placed)
+            self._publish(plan, placed, frames)
+        finally:
+            self._core.unplace(placed)
+            plan.clear()
+
+    async def _send_in_turn(self, plan: Plan) -> None:
+        turn = Turn(self._turns)
+        placed: PlacedMessage | None = None
+        try:
+            if self._core.awaited:
+                with self._explained(self._describe_awaited):
+                    await self._until_ready()
+            placed = self._core.place(plan.sizes)
+            if placed.spans:
+                placed = await self._filler.back(plan, placed)
+                await self._filler.fill_spans(plan, placed)
+            while not turn.first:
+                await turn.wait()
+                self._check()
+            with self._explained(self._describe_slowest):
+                await self._until_room(placed)
+            # Only now, so that waiting sends do not pile up copies beyond the budget.
+            frames = await self._filler.fill_frames(plan, placed) if placed.frames else []
+            self._check()
+            self._publish(plan, placed, frames)
+        finally:
+            if placed is not None:
+                self._core.unplace(placed)
+            plan.clear()
+            turn.leave()
+            if not self._turns:
+                self._notify()  # aclose waits for this
+
+    async def _until_ready(self) -> None:
+        while self._core.awaited:
+            await self._changed()
+            self._check()
+        self._check()
+
+    async def _until_room(self, placed: PlacedMessage) -> None:
+        ring = self._core.ring
+        waited = False
+        try:
+            while (tail := self._core.shortage(placed)) is not None:
+                if not waited:
+                    waited = True
+                    self._waits += 1
+                    now = time.monotonic()
+                    self._stalled = (now, now + self._stall_after)
+                # Parked before the second look that park takes: a reader that frees the room in between sees us parked.
+                if ring.park(tail):
+                    await self._changed()
+                    self._check()
+        finally:
+            if waited:
+                ring.unpark()
+                self._stalled = None
+
+    def _publish(self, plan: Plan, placed: PlacedMessage, frames: list[np.ndarray[Any, Any]]) -> None:
+        """Make a placed and copied message visible: no await in here, so it happens whole or not at all."""
+        inline: list[tuple[int, bytes | memoryview]] = []
+        if placed.pack is None:
+            for source, placement, offset in zip(plan.sources, placed.placements, placed.offsets, strict=True):
+                if placement.where == INLINE:
+                    inline.append((offset, source.tobytes()))
+        if placed.frames:
+            assert self._wire is not None
+            # Before the record: if ZMQ refuses, nothing was published. A reader drops frames no record names.
+            self._wire.send_frames(placed.frame_number, frames)
+        self._core.publish(placed, inline)
+        self._credit -= placed.record_nbytes >> BREATH_SHIFT
+        if plan.undivertible:
+            self._core.fallbacks[NOT_DIVERTIBLE] += plan.undivertible
+        if self._core.sleepers():
+            self._send_wake()
+        elif placed.frames:
+            self._drain_later()
+        if placed.frames and self._core.arena.slots:
+            self._log_fallback(placed, time.monotonic(), self._spans_held)
+
+    # Events -------------------------------------------------------------------------------------------------------
+
+    def _send_wake(self) -> None:
+        assert self._wire is not None
+        self._wakeups += 1
+        self._wire.wake()
+        self._drain_later()
+
+    def _drain_later(self) -> None:
+        # Sending may have eaten the edge of the descriptor: see wire.py.
+        if self._wire is not None and self._wire.readable():
+            assert self._loop is not None
+            self._loop.call_soon(self._on_wire)
+
+    def _on_wire(self) -> None:
+        if self._wire is None or self._members is None or self._state is State.CLOSED:
+            return
+        for event in self._wire.drain():
+            if isinstance(event, Wake):
+                self._notify()
+            else:
+                self._members.handle(event)
+        self._drain_later()
+
+    def _membership_changed(self) -> None:
+        core = self._core
+        if core.awaited == 0:
+            self._control.unlink()
+            if self._arena is not None:
+                self._arena.unlink()
+        if self._fault in (None, self._lost):
+            assert self._members is not None
+            self._fault = self._lost if self._on_reader_lost == "raise" and self._members.lost else None
+        self._notify_all()
+
+    def _lost(self) -> ArenaError:
+        assert self._members is not None
+        error = self._members.lost_error()
+        assert error is not None
+        return error
+
+    def _notify_all(self) -> None:
+        self._notify()
+        for turn in self._turns:
+            turn.notify()
+
+    def _tick(self) -> None:
+        assert self._members is not None
+        self._members.tick()
+        if self._waiters:
+            self._notify()  # in case a wake-up was lost
+        if self._stalled is not None:
+            since, due = self._stalled
+            now = time.monotonic()
+            if now >= due:
+                self._stalled = (since, now + (now - since))
+                logger.warning(
+                    "channel %r: a send has waited %.0f s for %s", self._name, now - since, self._describe_slowest()
+                )
+
+    # Checks and words ---------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._fault is not None or running_loop() is not self._loop:
+            self._raise_fault()
+
+    def _check_loop(self) -> None:
+        fault, self._fault = self._fault, None
+        try:
+            self._raise_fault()
+        finally:
+            self._fault = fault
+
+    def _describe_awaited(self) -> str:
+        ranks = [rank for rank, member in enumerate(self._core.members) if member is Membership.AWAITED]
+        return f"channel {self._name!r} is waiting for readers {ranks} to attach"
+
+    def _describe_slowest(self) -> str:
+        rank = self._members.slowest() if self._members is not None else None
+        return "nobody" if rank is None else self._members.describe_behind(rank)  # type: ignore[union-attr]
+
+    def _spans_held(self) -> dict[int, int]:
+        assert self._members is not None
+        return {rank: member.holder.spans for rank, member in self._members.by_rank.items()}
+
+    def statistics(self) -> SenderStatistics:
+        """A snapshot of counters and state. Cheap; may be called any time, also after close."""
+        core = self._core
+        core.arena.reap()
+        tail = core.ring.slowest_tail()
+        return SenderStatistics(
+            messages=core.ring.published,
+            ring_bytes=core.inline_nbytes,
+            arena_bytes=core.arena_nbytes,
+            frame_bytes=core.framed_nbytes,
+            fallbacks=dict(core.fallbacks),
+            copy_seconds=self._filler.seconds,
+            wakeups=self._wakeups,
+            waits=self._waits,
+            ring_used=core.ring.head - tail,
+            ring_capacity=core.layout.ring_bytes,
+            frames_pending=core.frames_pending,
+            slots=core.arena.slots,
+            slots_used=core.arena.used_slots,
+            slots_peak=core.arena.peak_slots,
+            spans_held=len(core.arena.published_spans),
+            readers=tuple(self._reader_status(rank) for rank in range(core.layout.readers)),
+            foreign_messages=self._wire.foreign if self._wire is not None else 0,
+        )
+
+    def _reader_status(self, rank: int) -> ReaderStatus:
+        state = self._core.members[rank]
+        member = self._members.by_rank.get(rank) if self._members is not None else None
+        messages, nbytes = self._core.lag(rank) if state is Membership.JOINED else (0, 0)
+        return ReaderStatus(
+            rank=rank,
+            state=state.value,
+            pid=member.identity.pid if member else None,
+            messages_behind=messages,
+            bytes_behind=nbytes,
+            spans_held=member.holder.spans if member else 0,
+        )
