@@ -55,6 +55,10 @@ class Assembler:
         """Whether all frames of a message are here."""
         return not taken.frame_number or self._wire.frames(taken.frame_number) is not None
 
+    def ready(self, taken: IncomingMessage) -> bool:
+        """Whether :meth:`buffers` can be called without waiting for anything."""
+        return self.complete(taken) and not self.wants_copies(taken)
+
     def buffers(self, taken: IncomingMessage, copies: dict[int, memoryview] | None) -> list[memoryview]:
         """The pickled bytes and all buffers of a complete message. Its frames are used up.
 
@@ -111,7 +115,7 @@ class Assembler:
         ]
         copies, steps = copy_steps(self._ledger.mapping, self._slot_bytes, large)
         job = self._pool.start(steps)
-        await join([asyncio.wrap_future(future) for future in job.futures], job.abort)
+        await join([asyncio.wrap_future(job.done)], job.abort)
         return copies
 
 

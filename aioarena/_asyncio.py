@@ -167,6 +167,10 @@ class Endpoint:
         with contextlib.suppress(Exception):
             self._release_resources()
 
+    def _survives_fork(self) -> bool:
+        """Whether a forked child may use its copy, because there is nothing in it yet that belongs to one process."""
+        return False
+
     def _born_elsewhere(self) -> bool:
         return self._fault is not None and getattr(self._fault, "__func__", None) is Endpoint._forked
 
@@ -210,7 +214,7 @@ _inherited: list[Any] = []
 
 def _after_fork_in_child() -> None:
     for endpoint in list(_endpoints):
-        if endpoint._state is not State.CLOSED:
+        if endpoint._state is not State.CLOSED and not endpoint._survives_fork():
             endpoint._fault = endpoint._forked
             _inherited.append(endpoint)
 

@@ -109,7 +109,7 @@ class Filler:
                 step()
         else:
             job = self._pool.start(steps)
-            await join([asyncio.wrap_future(future) for future in job.futures], job.abort)
+            await join([asyncio.wrap_future(job.done)], job.abort)
         self.seconds += time.perf_counter() - started
 
     def _span_steps(self, plan: Plan, placed: PlacedMessage) -> list[_Step]:

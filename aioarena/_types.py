@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from aioarena._core.layout import VERSION, Layout
 from aioarena._platform.memory import SegmentRef
 from aioarena._platform.process import ProcessIdentity
+from aioarena.exceptions import HandleError
 
 # Defaults of ArenaConfig, from `python -m aioarena bench placement` on a 2-core x86-64 VM (Linux 6.18, Python 3.11),
 # 2026-11-30; the measurement is in docs of ArenaConfig.
@@ -78,6 +79,20 @@ class Handle:
     arena: SegmentRef | None = field(repr=False)
     address: str = field(repr=False)
     version: int = field(default=VERSION, repr=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The version first and by itself, so that another version can refuse by name whatever else has changed.
+        return _load_handle, (self.version, tuple(getattr(self, field.name) for field in fields(self)))
+
+
+def _load_handle(version: int, values: tuple[object, ...]) -> Handle:
+    if version != VERSION:
+        raise HandleError(
+            f"the handle has layout version {version}, this is {VERSION}: install one version of aioarena at both ends",
+            expected=VERSION,
+            found=version,
+        )
+    return Handle(*values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class Receiver(Endpoint):
         self._sender_pidfd: int | None = None
         self._sender_dead = False
         self._turn = asyncio.Lock()
+        self._receiving = 0  # tasks that wait for a message or for their turn to
         self._decoding = False
         self._pool = CopyPool("read")
         self._gpu: GpuSide | None = None
@@ -107,6 +108,9 @@ class Receiver(Endpoint):
         self._parks = 0
         self._decode_errors = 0
         self._finished: asyncio.Future[None] | None = None
+
+    def _survives_fork(self) -> bool:
+        return self._state is State.NEW
 
     @property
     def _label(self) -> str:
@@ -151,6 +155,11 @@ class Receiver(Endpoint):
             self._sender_pidfd = handle.sender.open_pidfd()
         except ProcessLookupError:
             raise self._sender_gone() from None
+        if (handle.control.nbytes, handle.arena.nbytes if handle.arena else 0) != (
+            handle.layout.control_bytes,
+            handle.layout.arena_bytes,
+        ):
+            raise HandleError("the handle contradicts itself about the size of its segments: it is damaged, pass it anew")
         control = self._map(handle.control)
         difference = handle.layout.mismatch(control.view[: handle.layout.ring_offset].cast("Q"), handle.nonce)
         if difference is not None:
@@ -216,7 +225,7 @@ class Receiver(Endpoint):
                 await self._changed()
                 if self._state is not State.STARTING:
                     raise self._closed()
-        core.start()
+        wire.drop_frames(core.start())
 
     async def aclose(self) -> None:
         """Leave the channel. What was not received is skipped; tensors already received stay valid.
@@ -311,13 +320,18 @@ class Receiver(Endpoint):
         self._credit -= 1
         if self._credit < 0:
             await self._breathe()
-        if not self._turn.locked() and not self._decoding:
-            core = self._core
-            taken = core.take()  # type: ignore[union-attr]
-            if taken.__class__ is bytes:
+        if not self._receiving and not self._decoding:
+            taken = self._core.take()  # type: ignore[union-attr]
+            if isinstance(taken, bytes):
                 return self._decode(taken, [])
-        async with self._turn:
-            return await self._recv_in_turn()
+            if taken is not None and self._assembler.ready(taken):
+                return self._assemble(taken)
+        self._receiving += 1
+        try:
+            async with self._turn:
+                return await self._recv_in_turn()
+        finally:
+            self._receiving -= 1
 
     dequeue = recv
 
@@ -338,7 +352,7 @@ class Receiver(Endpoint):
             Others: As :meth:`recv`.
         """
         self._check()
-        if self._turn.locked():
+        if self._receiving:
             raise WouldBlock(f"{self._label}: another task is receiving")
         taken = self._take()
         if taken is None:
@@ -364,7 +378,9 @@ class Receiver(Endpoint):
             elif not self._assembler.complete(taken):
                 await self._until_framed()
             elif self._assembler.wants_copies(taken):
-                return self._assemble(taken, await self._assembler.private_copies(taken))
+                copies = await self._assembler.private_copies(taken)
+                self._check()
+                return self._assemble(taken, copies)
             else:
                 return self._assemble(taken)
 

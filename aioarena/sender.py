@@ -58,6 +58,9 @@ class Sender(Endpoint):
         on_reader_lost: ``"raise"``: when a reader dies, sending raises :class:`ReaderLostError` until a new process
             attaches at its rank. ``"continue"``: the others go on without it.
         frame_budget: Bytes of frames that may be under way before sending waits; one larger message may go alone.
+        evict_after: Seconds that sends may be held up by one reader before it is evicted: the others go on, it gets
+            :class:`EvictedError` on its next call, and what it may still read is not reused until its process is dead.
+            None, the default, never evicts.
         stall_after: Seconds a send waits for a reader before a warning says for whom, and then at growing intervals.
         linger: Seconds that :meth:`aclose` waits for readers to receive frames that are under way.
 
@@ -78,6 +81,7 @@ class Sender(Endpoint):
         backing: Literal["memfd", "shm"] = "memfd",
         on_reader_lost: Literal["raise", "continue"] = "raise",
         frame_budget: int = DEFAULT_FRAME_BUDGET,
+        evict_after: float | None = None,
         stall_after: float = 10.0,
         linger: float = 10.0,
     ) -> None:
@@ -103,6 +107,7 @@ class Sender(Endpoint):
             slot_bytes=arena.slot_bytes if arena else 0,
         )
         self._on_reader_lost = on_reader_lost
+        self._evict_after = evict_after
         self._stall_after = stall_after
         self._linger = linger
         self._nonce = nonce
@@ -451,13 +456,26 @@ class Sender(Endpoint):
         if self._waiters:
             self._notify()  # in case a wake-up was lost
         if self._stalled is not None:
-            since, due = self._stalled
-            now = time.monotonic()
-            if now >= due:
-                self._stalled = (since, now + (now - since))
-                logger.warning(
-                    "channel %r: a send has waited %.0f s for %s", self._name, now - since, self._describe_slowest()
-                )
+            self._diagnose_stall(*self._stalled, time.monotonic())
+
+    def _diagnose_stall(self, since: float, due: float, now: float) -> None:
+        assert self._members is not None
+        waited = now - since
+        if now >= due:
+            self._stalled = (since, now + waited)  # 10, 20, 40 ... seconds
+            logger.warning("channel %r: a send has waited %.0f s for %s", self._name, waited, self._describe_slowest())
+        rank = self._members.slowest()
+        if self._evict_after is not None and waited >= self._evict_after and rank is not None:
+            self._stalled = (now, now + self._stall_after)
+            logger.warning(
+                "channel %r: evicted after %.0f s: %s. The others go on; what it may still read is not reused until its "
+                "process is dead.",
+                self._name,
+                waited,
+                self._describe_slowest(),
+            )
+            self._members.evict(rank)
+            self._drain_later()
 
     # Checks and words ---------------------------------------------------------------------------------------------
 
