@@ -301,9 +301,11 @@ class Encoder:
         return _rebuild_array, (buffer, array.dtype, array.shape)
 
 
-def decode(pickled: bytes | memoryview, buffers: Sequence[memoryview] = ()) -> Any:
+def decode(
+    pickled: bytes | memoryview, buffers: Sequence[memoryview] | None = None, *, _loads: Callable[..., Any] = pickle.loads
+) -> Any:
     """Unpickle an object over its buffers; tensors and arrays alias them."""
-    return pickle.loads(pickled, buffers=buffers)
+    return _loads(pickled) if buffers is None else _loads(pickled, buffers=buffers)
 
 
 # Rebuilding: these names are part of the wire format --------------------------------------------------------------

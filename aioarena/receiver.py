@@ -323,7 +323,7 @@ class Receiver(Endpoint):
         if not self._receiving and not self._decoding:
             taken = self._core.take()  # type: ignore[union-attr]
             if isinstance(taken, bytes):
-                return self._decode(taken, [])
+                return self._decode(taken)
             if taken is not None and self._assembler.ready(taken):
                 return self._assemble(taken)
         self._receiving += 1
@@ -359,7 +359,7 @@ class Receiver(Endpoint):
             self._raise_fate()
             raise WouldBlock(f"{self._label}: no message")
         if isinstance(taken, bytes):
-            return self._decode(taken, [])
+            return self._decode(taken)
         if not self._assembler.complete(taken):
             self._on_wire()
             if not self._assembler.complete(taken):
@@ -374,7 +374,7 @@ class Receiver(Endpoint):
                 self._raise_fate()
                 await self._until_published()
             elif isinstance(taken, bytes):
-                return self._decode(taken, [])
+                return self._decode(taken)
             elif not self._assembler.complete(taken):
                 await self._until_framed()
             elif self._assembler.wants_copies(taken):
@@ -436,37 +436,37 @@ class Receiver(Endpoint):
             buffers = self._assembler.buffers(taken, copies)
         except BaseException:
             self._decode_errors += 1
-            self._advance()
+            assert self._core is not None
+            if self._core.advance():
+                self._wake_sender()
             raise
         self._credit -= sum(len(inline) for inline in taken.inline if inline is not None) >> BREATH_SHIFT
         return self._decode(buffers.pop(0), buffers)
 
-    def _decode(self, pickled: bytes | memoryview, buffers: list[memoryview]) -> Any:
-        failure: Exception
+    def _decode(self, pickled: bytes | memoryview, buffers: list[memoryview] | None = None) -> Any:
         self._decoding = True
         try:
-            obj = decode(pickled, buffers)
+            return decode(pickled, buffers)
         except Exception as error:
             failure = error
             self._decode_errors += 1
-        else:
-            return obj
         finally:
             self._decoding = False
             # Nothing of the message may stay referenced from here, not even by a traceback that somebody keeps.
-            buffers.clear()
             del pickled
-            self._advance()
+            if buffers is not None:
+                buffers.clear()
+            if self._core.advance():  # type: ignore[union-attr]
+                self._wake_sender()
         raise DecodeError(
             f"message {self._core.ring.received} of {self._label} does not unpickle here: "  # type: ignore[union-attr]
             f"{type(failure).__name__}: {failure}. It counts as received; the next receive gives the next message"
         ) from failure
 
-    def _advance(self) -> None:
-        assert self._core is not None
-        if self._core.advance() and self._wire is not None:
-            self._wire.wake()
-            self._drain_later()
+    def _wake_sender(self) -> None:
+        assert self._wire is not None
+        self._wire.wake()
+        self._drain_later()
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Tell that a stream reads a received tensor: its slot is not reused before that work is done.

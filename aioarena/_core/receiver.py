@@ -77,6 +77,8 @@ class ReceiverCore:
         self._order = order
         self._seat = layout.seat(rank)
         self.ring = RingReader(words, self._bytes, layout, rank, order, fence)
+        # Be done with the message last taken; True if the sender has to be woken. Bound, since it is called each time.
+        self.advance = self.ring.advance
         self.spans = SpanReleaser(words, layout, rank, order)
 
     @property
@@ -132,10 +134,6 @@ class ReceiverCore:
         if self._words[self._seat] != self.incarnation:
             self._check_seat()
         return taken
-
-    def advance(self) -> bool:
-        """Be done with the message; True if the sender has to be woken."""
-        return self.ring.advance()
 
     def fate(self) -> Fate:
         """What to expect when :meth:`take` found nothing."""
