@@ -16,11 +16,13 @@ from collections.abc import Callable
 from aioarena._core.arena import Holder
 from aioarena._core.layout import VERSION
 from aioarena._core.sender import Membership, SenderCore
-from aioarena._platform.process import ProcessIdentity, describe_state, exit_signal
+from aioarena._platform.process import describe_state, exit_signal
 from aioarena._platform.wire import Disconnect, Join, Leave, SenderWire
 from aioarena.exceptions import ReaderLostError
 
 logger = logging.getLogger("aioarena")
+
+_SLOTS_SHOWN = 8  # in a log line
 
 
 class Member:
@@ -46,6 +48,10 @@ class Member:
         if self.pidfd is None:
             return not self.identity.alive
         return bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def process_state(self) -> str:
+        """What the process is doing, from /proc, in words."""
+        return describe_state(self.identity.pid) if self.identity.visible else "in another pid namespace"
 
     def describe(self) -> str:
         return f"reader {self.rank} (pid {self.identity.pid})"
@@ -152,6 +158,8 @@ class Members:
         if self._core.members[leave.rank] is Membership.JOINED:
             self._core.unseat(leave.rank, Membership.LEFT)
             logger.debug("channel %r: %s left", self._name, member.describe())
+            if not self._core.seated:
+                logger.info("channel %r: no reader is left; messages go nowhere until one attaches", self._name)
             self._depart(member)
             # It waits for the empty seat, to be sure that its leave arrived before it closes its socket.
             self._wire.wake()
@@ -193,8 +201,7 @@ class Members:
 
     def _depart(self, member: Member) -> None:
         """A process gave up its rank alive: watch it for as long as it holds spans."""
-        self._core.arena.reap()
-        if member.holder.spans == 0:
+        if not self._core.arena.held_by(member.holder):
             self._close_pidfd(member)
         else:
             self._departed.append(member)
@@ -210,8 +217,7 @@ class Members:
     def tick(self) -> None:
         """Housekeeping, about once a second."""
         if self._departed:
-            self._core.arena.reap()
-            for member in [member for member in self._departed if member.holder.spans == 0]:
+            for member in [m for m in self._departed if not self._core.arena.held_by(m.holder)]:
                 self._departed.remove(member)
                 self._close_pidfd(member)
 
@@ -219,19 +225,16 @@ class Members:
         """One reader that holds the sender up, for logs: who, in what state, how far behind, what it holds."""
         member = self.by_rank[rank]
         messages, nbytes = self._core.lag(rank)
-        state = describe_state(member.identity.pid) if member.identity.visible else "in another pid namespace"
+        spans = self._core.arena.held_by(member.holder)
+        slots = ", ".join(str(span.slot) for span in spans[:_SLOTS_SHOWN]) + (" ..." if len(spans) > _SLOTS_SHOWN else "")
         return (
-            f"{member.describe()}, {state}, is {messages} messages ({nbytes} bytes) behind and holds "
-            f"{member.holder.spans} spans of the arena"
+            f"{member.describe()}, {member.process_state()}, is {messages} messages ({nbytes} bytes) behind and holds "
+            f"{len(spans)} spans of the arena" + (f" (at slots {slots})" if spans else "")
         )
 
     def slowest(self) -> int | None:
         """The rank that is furthest behind, None without readers."""
         return max(self._core.seated, key=lambda rank: self._core.lag(rank)[1], default=None)
-
-    def identity(self, rank: int) -> ProcessIdentity | None:
-        member = self.by_rank.get(rank)
-        return member.identity if member else None
 
     def _close_pidfd(self, member: Member) -> None:
         if member.pidfd is not None:

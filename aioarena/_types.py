@@ -105,7 +105,10 @@ class ReaderStatus:
         pid: Process id of the reader that has or last had the rank, None before the first.
         messages_behind: Messages sent that it has not received.
         bytes_behind: Ring bytes sent that it has not received.
-        spans_held: Spans of the arena it has not released, as last noticed.
+        process: What its process is doing, from /proc (``sleeping``, ``stopped by a signal`` ...), None before the first.
+        waited_for: Seconds that a send has been waiting for it, 0.0 if none is.
+        spans_held: Spans of the arena it has not released.
+        slots_held: Their first slots.
     """
 
     rank: int
@@ -113,7 +116,10 @@ class ReaderStatus:
     pid: int | None
     messages_behind: int
     bytes_behind: int
+    process: str | None
+    waited_for: float
     spans_held: int
+    slots_held: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import secrets
 import time
 from asyncio import _get_running_loop as running_loop
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -40,6 +41,21 @@ logger = logging.getLogger("aioarena")
 
 # Bytes of frames under way before the sender waits. A guess: a few of the largest messages we know of (200 MB).
 DEFAULT_FRAME_BUDGET = 1 << 30
+
+
+class _Stall:
+    """A wait that goes on, and when to speak of it next.
+
+    Attributes:
+        since: When it began, in ``time.monotonic()`` seconds.
+        due: When the next warning is due.
+        describe: Says for whom.
+    """
+
+    def __init__(self, since: float, after: float, describe: Callable[[], str]) -> None:
+        self.since = since
+        self.due = since + after
+        self.describe = describe
 
 
 class Sender(Endpoint):
@@ -141,7 +157,8 @@ class Sender(Endpoint):
         self._wakeups = 0
         self._waits = 0
         self._log_fallback = FallbackLog(self._name, self._core.arena)
-        self._stalled: tuple[float, float] | None = None  # waiting since, next warning at (monotonic)
+        self._stall: _Stall | None = None
+        self._foreign_reported = 0
         self._finished: asyncio.Future[None] | None = None
 
     def _make_segment(self, backing: str, kind: str, nbytes: int) -> Segment:
@@ -218,7 +235,7 @@ class Sender(Endpoint):
         pending = self._core.frames_pending
         if pending and self._members is not None:
             rank = self._members.slowest()
-            who = self._members.describe_behind(rank) if rank is not None else "nobody"
+            who = self._members.describe_behind(rank) if rank is not None else "no reader is left"
             logger.warning(
                 "channel %r: closed with %d bytes of frames not received after %.1f s: %s. It will see the channel as "
                 "lost. Raise linger= if it only needs more time.",
@@ -358,10 +375,15 @@ class Sender(Endpoint):
                 self._notify()  # aclose waits for this
 
     async def _until_ready(self) -> None:
-        while self._core.awaited:
-            await self._changed()
+        stall = self._stall = self._stall or _Stall(time.monotonic(), self._stall_after, self._describe_awaited)
+        try:
+            while self._core.awaited:
+                await self._changed()
+                self._check()
             self._check()
-        self._check()
+        finally:
+            if self._stall is stall:
+                self._stall = None
 
     async def _until_room(self, placed: PlacedMessage) -> None:
         ring = self._core.ring
@@ -371,8 +393,7 @@ class Sender(Endpoint):
                 if not waited:
                     waited = True
                     self._waits += 1
-                    now = time.monotonic()
-                    self._stalled = (now, now + self._stall_after)
+                    self._stall = _Stall(time.monotonic(), self._stall_after, self._describe_slowest)
                 # Parked before the second look that park takes: a reader that frees the room in between sees us parked.
                 if ring.park(tail):
                     await self._changed()
@@ -380,7 +401,7 @@ class Sender(Endpoint):
         finally:
             if waited:
                 ring.unpark()
-                self._stalled = None
+                self._stall = None
 
     def _publish(self, plan: Plan, placed: PlacedMessage, frames: list[np.ndarray[Any, Any]]) -> None:
         """Make a placed and copied message visible: no await in here, so it happens whole or not at all."""
@@ -455,27 +476,39 @@ class Sender(Endpoint):
         self._members.tick()
         if self._waiters:
             self._notify()  # in case a wake-up was lost
-        if self._stalled is not None:
-            self._diagnose_stall(*self._stalled, time.monotonic())
+        if self._stall is not None:
+            self._diagnose(self._stall, time.monotonic())
+        self._report_foreign()
 
-    def _diagnose_stall(self, since: float, due: float, now: float) -> None:
+    def _diagnose(self, stall: _Stall, now: float) -> None:
+        """Say for whom a send waits, and evict him if that was asked for."""
         assert self._members is not None
-        waited = now - since
-        if now >= due:
-            self._stalled = (since, now + waited)  # 10, 20, 40 ... seconds
-            logger.warning("channel %r: a send has waited %.0f s for %s", self._name, waited, self._describe_slowest())
+        if now >= stall.due:
+            stall.due = now + (now - stall.since)  # after 10, 20, 40 ... seconds
+            logger.warning("channel %r: a send has waited %.0f s: %s", self._name, now - stall.since, stall.describe())
         rank = self._members.slowest()
-        if self._evict_after is not None and waited >= self._evict_after and rank is not None:
-            self._stalled = (now, now + self._stall_after)
+        if self._evict_after is None or now - stall.since < self._evict_after or self._core.awaited or rank is None:
+            return
+        logger.warning(
+            "channel %r: evicted after %.0f s: %s. The others go on; what it may still read is not reused until its "
+            "process is dead.",
+            self._name,
+            now - stall.since,
+            self._members.describe_behind(rank),
+        )
+        stall.since = now
+        self._members.evict(rank)
+        self._drain_later()
+
+    def _report_foreign(self) -> None:
+        foreign = self._wire.foreign if self._wire is not None else 0
+        if foreign > self._foreign_reported:
             logger.warning(
-                "channel %r: evicted after %.0f s: %s. The others go on; what it may still read is not reused until its "
-                "process is dead.",
+                "channel %r: ignored %d messages on its socket that no reader of this channel sent",
                 self._name,
-                waited,
-                self._describe_slowest(),
+                foreign - self._foreign_reported,
             )
-            self._members.evict(rank)
-            self._drain_later()
+            self._foreign_reported = foreign
 
     # Checks and words ---------------------------------------------------------------------------------------------
 
@@ -496,11 +529,12 @@ class Sender(Endpoint):
 
     def _describe_slowest(self) -> str:
         rank = self._members.slowest() if self._members is not None else None
-        return "nobody" if rank is None else self._members.describe_behind(rank)  # type: ignore[union-attr]
+        return "no reader is left" if rank is None else self._members.describe_behind(rank)  # type: ignore[union-attr]
 
     def _spans_held(self) -> dict[int, int]:
         assert self._members is not None
-        return {rank: member.holder.spans for rank, member in self._members.by_rank.items()}
+        arena = self._core.arena
+        return {rank: len(arena.held_by(member.holder)) for rank, member in self._members.by_rank.items()}
 
     def statistics(self) -> SenderStatistics:
         """A snapshot of counters and state. Cheap; may be called any time, also after close."""
@@ -530,12 +564,19 @@ class Sender(Endpoint):
     def _reader_status(self, rank: int) -> ReaderStatus:
         state = self._core.members[rank]
         member = self._members.by_rank.get(rank) if self._members is not None else None
-        messages, nbytes = self._core.lag(rank) if state is Membership.JOINED else (0, 0)
+        joined = state is Membership.JOINED
+        messages, nbytes = self._core.lag(rank) if joined else (0, 0)
+        held = self._core.arena.held_by(member.holder) if member else []
+        stall = self._stall
+        behind = joined and stall is not None and self._members is not None and self._members.slowest() == rank
         return ReaderStatus(
             rank=rank,
             state=state.value,
             pid=member.identity.pid if member else None,
             messages_behind=messages,
             bytes_behind=nbytes,
-            spans_held=member.holder.spans if member else 0,
+            process=member.process_state() if member else None,
+            waited_for=time.monotonic() - stall.since if behind and stall is not None else 0.0,
+            spans_held=len(held),
+            slots_held=tuple(span.slot for span in held),
         )

@@ -29,15 +29,13 @@ class Holder:
     Attributes:
         rank: Its rank.
         dead: True once the process is known to be dead, so that nothing can touch what it held.
-        spans: How many spans it holds as far as the sender has noticed, for statistics.
     """
 
-    __slots__ = ("dead", "rank", "spans")
+    __slots__ = ("dead", "rank")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.dead = False
-        self.spans = 0
 
 
 class Span:
@@ -180,10 +178,23 @@ class Arena:
     def publish(self, span: Span, holders: Iterable[Holder]) -> None:
         """Hand a span to readers. It is free again once all of them released it or died."""
         span.holders = list(holders)
-        for holder in span.holders:
-            holder.spans += 1
         self._claimed -= 1
         self._published.append(span)
+
+    def held_by(self, holder: Holder) -> list[Span]:
+        """Spans that one reader has not released, in order of their slots. For diagnosis: looks at all of them."""
+        words, done = self._words, self._done + holder.rank
+        return sorted(
+            (
+                span
+                for span in self._published
+                if span.holders is not None
+                and holder in span.holders
+                and not holder.dead
+                and words[done + span.slot * self._readers] != span.generation
+            ),
+            key=lambda span: span.slot,
+        )
 
     def reap(self) -> None:
         """Look at every published span and free those that nobody holds."""
@@ -199,7 +210,7 @@ class Arena:
             word = self._done + span.slot * self._readers
             # One holder is enough to keep a span, so look at the others only once the last one let go.
             while holders and (holders[-1].dead or words[word + holders[-1].rank] == span.generation):
-                holders.pop().spans -= 1
+                holders.pop()
             if holders:
                 published.append(span)
             else:
