@@ -82,6 +82,9 @@ class Endpoint:
         """Raise what keeps this call from going on; to be called when the quick check saw something."""
         if self._fault is not None:
             raise self._fault()
+        self._check_loop()
+
+    def _check_loop(self) -> None:
         if asyncio._get_running_loop() is not self._loop:
             raise WrongContextError(
                 f"{self._label} lives on the event loop that started it; call it from a task there, e.g. with "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import dataclasses
+import math
 import pickle
 import re
 import warnings
@@ -218,7 +219,8 @@ class Encoder:
                 return chunks[0]
             return Plan([ChunksSource(chunks.copy()), *sources], self._undivertible)
         except Exception as error:
-            failure: Exception = error
+            # Still busy while looking for the culprit: that calls the same __reduce__ methods, and one may send.
+            raise EncodeError(f"cannot pickle {_describe(obj)}: {error}") from error
         finally:
             # The memo would keep every object of the message alive, and with it the caller's tensors.
             self._pickler.clear_memo()
@@ -228,7 +230,6 @@ class Encoder:
                 self._placeholders.clear()
                 self._undivertible = 0
             self._busy = False
-        raise EncodeError(f"cannot pickle {_describe(obj)}: {failure}") from failure
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         known = self._placeholders.pop(id(buffer), None)
@@ -268,12 +269,15 @@ class Encoder:
         numel = tensor.numel()
         # Elements between the first and the last, gaps included.
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if numel else 0
+        # One of each that an expanded dimension repeats: what there really is.
+        bare = tuple(1 if s == 0 and n else n for n, s in zip(shape, stride, strict=True))
         source: Source
-        if extent <= numel:
+        if extent <= math.prod(bare):
             source = MemorySource(tensor.data_ptr(), extent * itemsize, tensor)
         else:
-            source = GatherSource(tensor.view(_INTEGER_OF_SIZE[itemsize]).numpy(), tensor)
-            stride = _contiguous_stride(shape)
+            once = tensor.as_strided(bare, stride).view(_INTEGER_OF_SIZE[itemsize])
+            source = GatherSource(once.numpy(), tensor)
+            stride = tuple(s and c for s, c in zip(stride, _contiguous_stride(bare), strict=True))
         arguments = (self._placeholder(source), name, shape, stride)
         if tensor.__dict__:
             # Sixth item: torch.Tensor has a __setstate__ of another meaning, so attributes are set by hand.
@@ -297,7 +301,9 @@ class Encoder:
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
         if array.dtype.hasobject or array.flags.forc or array.size == 0:
             return array.__reduce_ex__(_PROTOCOL)
-        buffer = self._placeholder(GatherSource(array, array))
+        # Of records, copied field by field, the padding would stay what was in that memory before.
+        whole = array.view((np.void, array.itemsize)) if array.dtype.names else array
+        buffer = self._placeholder(GatherSource(whole, array))
         return _rebuild_array, (buffer, array.dtype, array.shape)
 
 
@@ -406,13 +412,15 @@ def _describe(obj: object) -> str:
     """Name what does not pickle inside an object: its type and the path to it."""
     path, culprit = "", obj
     budget = [_MAX_PATH_STEPS]
+    seen = {id(obj)}  # an object may contain itself
     while True:
         for step, child in _children(culprit):
             if budget[0] <= 0:
                 break
             budget[0] -= 1
-            if not _pickles(child):
+            if id(child) not in seen and not _pickles(child):
                 path, culprit = path + step, child
+                seen.add(id(child))
                 break
         else:
             break

@@ -141,9 +141,10 @@ async def join(futures: list[asyncio.Future[None]], abort: Callable[[], None] | 
             if abort is not None:
                 abort()
             pending = {future for future in futures if not future.done()}
-    failures = [future.exception() for future in futures]
-    if cancelled is not None:
-        raise cancelled
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    error = next(filter(None, [cancelled, *[future.exception() for future in futures]]), None)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            # Or the error's traceback and this frame keep each other, and with them the caller's memory, until collected.
+            del error, cancelled, futures

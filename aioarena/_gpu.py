@@ -6,7 +6,7 @@ Without a GPU in use none of this costs anything: no descriptor, no event, no po
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +15,21 @@ import torch
 from aioarena import _devices
 from aioarena._copying import CopyPool
 from aioarena._platform import accelerator as runtime
-from aioarena._platform.accelerator import Accelerator, Event
+from aioarena._platform.accelerator import Accelerator
 from aioarena._platform.memory import Pin
-from aioarena._release import FIRST_POLL, LONGEST_POLL, HeldSpan, SpanLedger
+from aioarena._release import FIRST_POLL, LONGEST_POLL, HeldSpan, SpanLedger, expect_gpu
 
 
 class GpuSide:
     """The release task of one receiver, and what feeds it.
 
+    The task is made of callbacks of the loop: it is there when a span was dropped and until that is released, and who
+    cancels all tasks does not end it.
+
     Args:
         ledger: The spans of the receiver.
         accelerator: The GPU runtime.
-        pool: Threads for pinning and for copies from pageable memory.
+        pool: Threads for copies from pageable memory.
         loop: The receiver's loop.
         watch: Calls back on the loop when a descriptor becomes readable.
         pin: Whether to pin the arena once the GPU is in use.
@@ -47,58 +50,80 @@ class GpuSide:
         self._loop = loop
         self._watch = watch
         self._wants_pin = pin
-        self._poked = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._pinning: asyncio.Future[None] | None = None
+        self._started = False
+        self._stopped = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._pause = FIRST_POLL
+        ledger.attend(self._start_soon)
+        if ledger.mapping.pin in (Pin.PENDING, Pin.YES):  # by another receiver of this process
+            self._start()
 
     # Pinning ------------------------------------------------------------------------------------------------------
 
     def pin_if_useful(self) -> None:
         """Pin the arena in a thread, once this process uses a GPU. Until that is done, copies are staged as ever."""
-        ledger = self._ledger
-        if not self._wants_pin or ledger.mapping.pin is not Pin.NO or not self._accelerator.initialized():
+        mapping = self._ledger.mapping
+        if not self._wants_pin or mapping.pin is not Pin.NO:
             return
-        self._wants_pin = False
-        if runtime.claim_pinning(ledger.mapping):
-            self._start()
+        try:
+            if not self._accelerator.initialized():
+                return
             # The device current here is the one the user chose; in the thread it would be device 0.
             device = self._accelerator.current_device()
-            self._pinning = self._loop.run_in_executor(
-                self._pool.executor, runtime.pin, self._accelerator, ledger.mapping, device
+        except Exception as error:  # a broken GPU is no reason to lose a message
+            runtime.give_up_pinning(mapping, str(error))
+            return
+        self._wants_pin = False
+        if runtime.claim_pinning(mapping):
+            self._start()
+            expect_gpu(mapping)
+            # A thread of its own: for a second, copies would wait for it in the pool. Not a daemon, because one that
+            # comes back from the runtime into an interpreter that is gone would abort the process.
+            thread = threading.Thread(
+                target=runtime.pin, args=(self._accelerator, mapping, device), name="aioarena-pin", daemon=False
             )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                runtime.give_up_pinning(mapping, str(error))
 
     # Releasing ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Start the release task: from now on spans may have to wait for a stream."""
-        if self._task is None:
+        if not self._started and not self._stopped:
+            self._started = True
             self._watch(self._ledger.poke_fd, self._on_poke)
-            self._task = self._loop.create_task(self._release_when_done(), name="aioarena-release")
+
+    def _start_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._start)
 
     def _on_poke(self) -> None:
         self._ledger.clear_poke()
-        self._poked.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._pause = FIRST_POLL
+        self._poll()
 
-    async def _release_when_done(self) -> None:
-        while True:
-            await self._poked.wait()
-            self._poked.clear()
-            pause = FIRST_POLL
-            while self._ledger.pump():
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_POLL)
+    def _poll(self) -> None:
+        self._timer = None
+        if not self._stopped and self._ledger.pump():
+            self._timer = self._loop.call_later(self._pause, self._poll)
+            self._pause = min(2 * self._pause, LONGEST_POLL)
 
     async def stop(self) -> None:
         """End the task. What it had to wait for goes on in a thread, see :meth:`SpanLedger.drain_in_background`."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        if self._pinning is not None:
-            await asyncio.wait([self._pinning])
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _held_by(self, tensor: torch.Tensor) -> HeldSpan | None:
-        return self._ledger.find(tensor.untyped_storage().data_ptr())
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage of their own
+            return None
+        return self._ledger.find(address)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         held = self._held_by(tensor)
@@ -107,12 +132,6 @@ class GpuSide:
             held.streams.append(stream)
 
     async def to_device(self, obj: Any, device: Any, stream: Any) -> Any:
-        def note(tensor: torch.Tensor, event: Event) -> None:
-            held = self._held_by(tensor)
-            if held is not None:
-                held.events.append(event)
-
-        if self._accelerator.initialized():
-            self._start()
+        self._start()
         pinned = self._ledger.mapping.pin is Pin.YES
-        return await _devices.to_accelerator(obj, device, stream, self._accelerator, self._pool, pinned, note)
+        return await _devices.to_accelerator(obj, device, stream, self._accelerator, self._pool, pinned, self._held_by)

@@ -156,6 +156,7 @@ class Members:
         if member is None or member.incarnation != leave.incarnation:
             return
         if self._core.members[leave.rank] is Membership.JOINED:
+            self._core.skip_unread(leave.rank)
             self._core.unseat(leave.rank, Membership.LEFT)
             logger.debug("channel %r: %s left", self._name, member.describe())
             if not self._core.seated:

@@ -36,7 +36,14 @@ _MOST_PIXELS = 1 << 28
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 # What the first bytes of a file say it is, for the message that asks for Pillow.
-_KNOWN = {b"\xff\xd8\xff": "a JPEG", b"GIF8": "a GIF", b"RIFF": "a WebP", b"BM": "a BMP", b"II*\0": "a TIFF", b"MM\0*": "a TIFF"}
+_KNOWN = {
+    b"\xff\xd8\xff": "a JPEG",
+    b"GIF8": "a GIF",
+    b"RIFF": "a WebP",
+    b"BM": "a BMP",
+    b"II*\0": "a TIFF",
+    b"MM\0*": "a TIFF",
+}
 
 Tell = Callable[[float], None]  # told how much is done, 0..1; may raise to stop
 
@@ -100,7 +107,8 @@ def _check_size(width: int, height: int) -> None:
 
 def _load_pnm(data: bytes) -> Pixels:
     """Binary PPM (P6) and PGM (P5), see ppm(5): magic, width, height, maxval, one white space, then the samples."""
-    position, numbers = 2, []
+    position = 2
+    numbers: list[int] = []
     while len(numbers) < 3:
         while data[position : position + 1].isspace():
             position += 1
@@ -207,7 +215,7 @@ def _to_rgb(pixels: Pixels) -> Pixels:
     """Grey, grey with alpha, RGB or RGBA, to RGB."""
     if pixels.shape[2] < 3:
         pixels = np.broadcast_to(pixels[:, :, :1], (*pixels.shape[:2], 3))
-    return np.ascontiguousarray(pixels[:, :, :3])
+    return np.array(pixels[:, :, :3])  # writable, which torch wants
 
 
 # Making and resizing ----------------------------------------------------------------------------------------------

@@ -10,17 +10,26 @@ touches no socket and no loop, and does one of two things:
 * the arena is pinned, so a copy engine may still read: it appends the span to a deque and pokes an eventfd. The release
   task (or, after close, a thread that ends with the last span) records or collects the events of the streams that may
   read it, polls them while any is pending, and stores the done word when all are complete.
+
+Which streams: those that were named for the span. If none was, the streams that were current in the thread that dropped
+it, when it dropped it, and those that are current in the thread of the receiver's loop.
+
+The arena may be pinned by another receiver of this process, at any time: see :meth:`SpanLedger.expect_gpu`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import select
+import sys
 import threading
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,15 +47,11 @@ logger = logging.getLogger("aioarena")
 FIRST_POLL = 0.0002
 LONGEST_POLL = 0.005
 
+# Seconds that the interpreter's exit waits for the threads that release after close.
+_EXIT_TIMEOUT = 1.0
+
 # Counts forks of this process. A list, so that finalizers find it without looking up a module that may be torn down.
 _forks = [0]
-
-
-def _count_fork() -> None:
-    _forks[0] += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class HeldSpan:
@@ -57,11 +62,12 @@ class HeldSpan:
         generation: Which use of it.
         nbytes: Bytes in use.
         since: ``time.monotonic()`` of its arrival.
-        streams: Streams that may read it until it is dropped.
+        streams: Streams named by the user that may read it until it is dropped.
+        current: Once it is dropped without any: the streams that were current where it was dropped.
         events: Events of copies from it.
     """
 
-    __slots__ = ("events", "generation", "nbytes", "since", "slot", "streams")
+    __slots__ = ("current", "events", "generation", "nbytes", "since", "slot", "streams")
 
     def __init__(self, slot: int, generation: int, nbytes: int) -> None:
         self.slot = slot
@@ -69,6 +75,7 @@ class HeldSpan:
         self.nbytes = nbytes
         self.since = time.monotonic()
         self.streams: list[Any] = []
+        self.current: list[Any] = []
         self.events: list[Event] = []
 
 
@@ -88,8 +95,55 @@ class _Lease:
         self._mapping = mapping
         self._held = held
 
-    def __del__(self) -> None:
-        self._ledger.drop(self._held)
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's exit modules are half gone, and the sender learns of the exit by itself.
+        if not exiting():
+            self._ledger.drop(self._held)
+
+
+class _Look:
+    """One look at the GPU for many spans: each stream is recorded once and each event queried once.
+
+    Args:
+        accelerator: The GPU runtime.
+        current: The streams that are current for the receiver; by default those of the calling thread.
+    """
+
+    def __init__(self, accelerator: Accelerator, current: list[Any] | None) -> None:
+        self._accelerator = accelerator
+        self._current = current
+        self._recorded: list[tuple[Any, Event | None]] = []
+        # With the event, which keeps its id from becoming another one's.
+        self._complete: dict[int, tuple[Event, bool]] = {}
+
+    def current(self) -> list[Any]:
+        if self._current is None:
+            self._current = self._accelerator.current_streams()
+        return self._current
+
+    def record(self, streams: list[Any]) -> list[Event] | None:
+        """Events for all work so far on some streams, or None while one of them captures a graph.
+
+        An event recorded then would become part of the graph, or break it.
+        """
+        events: list[Event] = []
+        for stream in streams:
+            # A list, because a stream only has to know its equal, not to be hashable.
+            known = [event for recorded, event in self._recorded if recorded == stream]
+            if not known:
+                if self._accelerator.capturing(stream):
+                    return None
+                known = [self._accelerator.record(stream)]
+                self._recorded.append((stream, known[0]))
+            if known[0] is not None and known[0] not in events:
+                events.append(known[0])
+        return events
+
+    def complete(self, event: Event) -> bool:
+        known = self._complete.get(id(event))
+        if known is None:
+            known = self._complete[id(event)] = event, event.query()
+        return known[1]
 
 
 class SpanLedger:
@@ -113,14 +167,21 @@ class SpanLedger:
         self._forks = _forks
         self._born = _forks[0]
         self._poke_fd = -1
+        self._start_task: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._draining = False
+        self._current: list[Any] | None = None  # the streams current for the receiver, once its loop is left
         self.released = 0
         self.quarantined = 0
+        with _ledgers_lock:
+            _ledgers.add(self)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # No lease is left when this runs, so nobody can poke a descriptor that means something else by now.
         if self._poke_fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._poke_fd)
+            try:  # noqa: SIM105 - contextlib may be gone at exit
+                close(self._poke_fd)
+            except OSError:
+                pass
 
     # Receiving ----------------------------------------------------------------------------------------------------
 
@@ -138,6 +199,9 @@ class SpanLedger:
         """The held span that an address lies in."""
         offset = address - self.mapping.address
         if 0 <= offset < self.mapping.nbytes:
+            first = self.held.get(offset // self._slot_bytes)
+            if first is not None and offset % self._slot_bytes < max(1, first.nbytes):
+                return first
             for held in list(self.held.values()):
                 start = held.slot * self._slot_bytes
                 if start <= offset < start + max(1, held.nbytes):
@@ -146,17 +210,30 @@ class SpanLedger:
 
     # Releasing ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _pinned(self) -> bool:
+        return self.mapping.pin is Pin.YES or self.mapping.pin is Pin.PENDING
+
     def drop(self, held: HeldSpan) -> None:
         """The last user of a span is gone. Runs in finalizers: see the top of this module."""
         if self._forks[0] != self._born:
             return  # a forked child's copy; the parent still holds the span
-        if held.streams or held.events or self.mapping.pin is Pin.YES or self.mapping.pin is Pin.PENDING:
+        named = held.streams or held.events
+        if named or self._draining or self._pinned:
+            if not named and self._pinned:
+                with contextlib.suppress(Exception):  # not out of a finalizer; the task will run into it again
+                    held.current = self._accelerator.current_streams()
             self._dropped.append(held)
-            if self._poke_fd >= 0:
-                with contextlib.suppress(OSError):  # the counter is full: the task was poked already
-                    os.eventfd_write(self._poke_fd, 1)
+            self._poke()
         else:
             self._release(held)
+            if self._draining:  # began just now, and may be waiting for this
+                self._poke()
+
+    def _poke(self) -> None:
+        if self._poke_fd >= 0:
+            with contextlib.suppress(OSError):  # the counter is full: it was poked already
+                os.eventfd_write(self._poke_fd, 1)
 
     def _release(self, held: HeldSpan) -> None:
         # Forget it first: once the done word is stored, the slot may come back to us in another message.
@@ -170,7 +247,7 @@ class SpanLedger:
         if self._poke_fd < 0:
             self._poke_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             if self._dropped:
-                os.eventfd_write(self._poke_fd, 1)
+                self._poke()
         return self._poke_fd
 
     def clear_poke(self) -> None:
@@ -185,28 +262,23 @@ class SpanLedger:
     def pump(self) -> bool:
         """Take in what was dropped, release what is complete; whether anything is still pending."""
         while self._dropped:
-            held = self._dropped.popleft()
-            if not held.events and not held.streams and not self._accelerator.initialized():
-                self._release(held)
-            else:
-                self._pending.append(held)
-        if self._pending:
-            self._pending = [held for held in self._pending if not self._settled(held)]
+            self._pending.append(self._dropped.popleft())
+        # While memory is being registered, any call to the runtime may have to wait for that.
+        if self._pending and self.mapping.pin is not Pin.PENDING:
+            look = _Look(self._accelerator, self._current)
+            self._pending = [held for held in self._pending if not self._settled(held, look)]
         return bool(self._pending)
 
-    def _settled(self, held: HeldSpan) -> bool:
+    def _settled(self, held: HeldSpan, look: _Look) -> bool:
         try:
-            if held.streams or not held.events:
-                # Recording while a graph is captured would become part of the graph, or break it: wait.
-                if self._accelerator.capturing():
+            if held.streams or (not held.events and self._pinned):
+                events = look.record(held.streams or held.current + look.current())
+                if events is None:
                     return False
-                if held.streams:
-                    held.events += [self._accelerator.record(stream) for stream in held.streams]
-                    held.streams.clear()
-                else:
-                    held.events += self._accelerator.record_current()
+                held.events += events
+                held.streams.clear()
             # An event that is complete is not asked again.
-            held.events[:] = [event for event in held.events if not event.query()]
+            held.events[:] = [event for event in held.events if not look.complete(event)]
             if held.events:
                 return False
         except Exception as error:
@@ -218,30 +290,56 @@ class SpanLedger:
                 "process lives. Further ones are logged at debug level.",
                 held.slot,
                 type(error).__name__,
-                error,
+                str(error),  # not the error: whoever keeps the record would keep the arena
             )
             self.held.pop(held.slot, None)
             return True
         self._release(held)
         return True
 
-    # After close --------------------------------------------------------------------------------------------------
+    # Who releases -------------------------------------------------------------------------------------------------
+
+    def attend(self, start_task: Callable[[], None]) -> None:
+        """Name what starts the release task, callable in any thread. It is not kept alive by this."""
+        self._start_task = weakref.WeakMethod(start_task)
+
+    def expect_gpu(self) -> None:
+        """Have somebody there to pump, because the arena is being pinned. Any thread may call this."""
+        start_task = self._start_task() if self._start_task is not None else None
+        if start_task is not None:
+            try:
+                start_task()
+                return
+            except RuntimeError:
+                pass  # the loop is closed
+        self.drain_in_background()
 
     def needs_drain(self) -> bool:
         """Whether spans remain whose release will have to wait for a GPU."""
-        return bool(self.pending or (self.held and self.mapping.pin in (Pin.YES, Pin.PENDING)))
+        held = list(self.held.values())
+        return bool(held and (self._pinned or self.pending or any(span.streams or span.events for span in held)))
 
     def drain_in_background(self) -> None:
-        """Release what is left in a daemon thread, which ends with the last span."""
-        if self.needs_drain():
-            _ = self.poke_fd
-            threading.Thread(target=self._drain, name="aioarena-release", daemon=True).start()
+        """Release what is left in a daemon thread, which ends with the last span.
+
+        Called where the receiver's loop runs, if that still can be.
+        """
+        self._start_task = None
+        if self._draining or not self.needs_drain():
+            return
+        with contextlib.suppress(Exception):  # the thread will run into it again
+            self._current = self._accelerator.current_streams()
+        _ = self.poke_fd
+        self._draining = True
+        thread = threading.Thread(target=self._drain, name="aioarena-release", daemon=True)
+        _drains[thread] = self
+        thread.start()
 
     def _drain(self) -> None:
         poll = select.poll()
         poll.register(self.poke_fd, select.POLLIN)
         pause = FIRST_POLL
-        while self.needs_drain():
+        while self.held and not _exiting[0]:
             if self.pump():
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_POLL)
@@ -249,3 +347,45 @@ class SpanLedger:
                 pause = FIRST_POLL
                 poll.poll()
                 self.clear_poke()
+        _drains.pop(threading.current_thread(), None)
+
+
+# All ledgers of this process: pinning concerns those of one mapping. The lock guards no finalizer.
+_ledgers: weakref.WeakSet[SpanLedger] = weakref.WeakSet()
+_ledgers_lock = threading.Lock()
+
+
+def expect_gpu(mapping: Mapping) -> None:
+    """Have somebody there to pump for every ledger of an arena that is being pinned."""
+    with _ledgers_lock:
+        ledgers = [ledger for ledger in _ledgers if ledger.mapping is mapping]
+    for ledger in ledgers:
+        ledger.expect_gpu()
+
+
+# Exit and fork ----------------------------------------------------------------------------------------------------
+
+_drains: dict[threading.Thread, SpanLedger] = {}
+_exiting = [False]
+
+
+def _end_drains() -> None:
+    # A daemon thread that comes back from the runtime into an interpreter that is gone would abort the process.
+    _exiting[0] = True
+    deadline = time.monotonic() + _EXIT_TIMEOUT
+    for thread, ledger in list(_drains.items()):
+        ledger._poke()
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_end_drains)
+
+
+def _after_fork_in_child() -> None:
+    global _ledgers_lock
+    _forks[0] += 1
+    _ledgers_lock = threading.Lock()
+    _drains.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+import traceback
 from asyncio import _get_running_loop as running_loop
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -16,7 +17,7 @@ import torch
 
 from aioarena import _devices
 from aioarena._assembly import Assembler
-from aioarena._asyncio import BREATH, BREATH_SHIFT, Endpoint, State
+from aioarena._asyncio import BREATH, BREATH_SHIFT, TICK, Endpoint, State
 from aioarena._codec import decode
 from aioarena._copying import CopyPool
 from aioarena._core.layout import VERSION
@@ -99,6 +100,8 @@ class Receiver(Endpoint):
         self._ledger: SpanLedger | None = None
         self._sender_pidfd: int | None = None
         self._sender_dead = False
+        self._last_words: asyncio.TimerHandle | None = None
+        self._hung_up = False  # the sender is dead or hung up, and what it said before has had its time to arrive
         self._turn = asyncio.Lock()
         self._receiving = 0  # tasks that wait for a message or for their turn to
         self._decoding = False
@@ -218,7 +221,7 @@ class Receiver(Endpoint):
             while not core.seated:
                 if wire.refusal is not None:
                     raise HandleError(f"the sender refused {self._label}: {wire.refusal}")
-                if self._sender_dead:
+                if self._sender_dead or self._hung_up:
                     raise self._sender_gone()
                 if core.closed:
                     raise EndOfChannel(f"the sender of channel {self._name!r} closed before reader {self.rank} joined")
@@ -239,6 +242,7 @@ class Receiver(Endpoint):
         if self._state is State.NEW:
             self._finish()
             return
+        self._check_loop()
         if self._state is State.CLOSING:
             assert self._finished is not None
             await asyncio.shield(self._finished)
@@ -277,6 +281,8 @@ class Receiver(Endpoint):
             self._finished.set_result(None)
 
     def _release_resources(self) -> None:
+        if self._last_words is not None:
+            self._last_words.cancel()
         if self._wire is not None:
             self._wire.close()
         if self._sender_pidfd is not None:
@@ -318,9 +324,7 @@ class Receiver(Endpoint):
         if self._fault is not None or running_loop() is not self._loop:
             self._raise_fault()
         self._credit -= 1
-        if self._credit < 0:
-            await self._breathe()
-        if not self._receiving and not self._decoding:
+        if self._credit >= 0 and not self._receiving and not self._decoding:
             taken = self._core.take()  # type: ignore[union-attr]
             if isinstance(taken, bytes):
                 return self._decode(taken)
@@ -329,6 +333,9 @@ class Receiver(Endpoint):
         self._receiving += 1
         try:
             async with self._turn:
+                if self._credit < 0:
+                    # In turn, or calls made during the breath would overtake this one.
+                    await self._breathe()
                 return await self._recv_in_turn()
         finally:
             self._receiving -= 1
@@ -401,11 +408,11 @@ class Receiver(Endpoint):
                 if self._fault is not None or core.take() is not None or core.fate() is not Fate.OPEN:
                     return
         self._parks += 1
-        self._credit = BREATH
         try:
             # Parked before the second look that park takes: a message published in between finds us parked.
             if core.park() and not self._sender_dead:
                 await self._changed()
+                self._credit = BREATH
         finally:
             core.unpark()
 
@@ -418,12 +425,12 @@ class Receiver(Endpoint):
             raise EndOfChannel(f"the sender of channel {self._name!r} closed; {self._label} received all of it")
         if fate is Fate.EVICTED:
             raise EvictedError(f"the sender gave {self._label} up; attach a new Receiver to go on from the current message")
-        if self._sender_dead and core.take() is None:
+        if (self._sender_dead or self._hung_up) and core.take() is None:
             raise self._sender_gone()
 
     async def _until_framed(self) -> None:
         assert self._wire is not None
-        if self._wire.disconnected or (self._sender_dead and self._sender_pidfd is None):
+        if self._wire.disconnected or self._hung_up:
             # Whatever was on its way has arrived; this has not.
             raise self._sender_gone()
         await self._changed()
@@ -447,21 +454,24 @@ class Receiver(Endpoint):
         self._decoding = True
         try:
             return decode(pickled, buffers)
-        except Exception as error:
-            failure = error
+        except BaseException as error:
             self._decode_errors += 1
+            # Nothing of the message may stay referenced from here, not even by a traceback that somebody keeps.
+            traceback.clear_frames(error.__traceback__)
+            if not isinstance(error, Exception):
+                raise
+            number = self._core.ring.received + 1  # type: ignore[union-attr]
+            raise DecodeError(
+                f"message {number} of {self._label} does not unpickle here: {type(error).__name__}: {error}. It counts as "
+                "received; the next receive gives the next message"
+            ) from error
         finally:
             self._decoding = False
-            # Nothing of the message may stay referenced from here, not even by a traceback that somebody keeps.
             del pickled
             if buffers is not None:
                 buffers.clear()
             if self._core.advance():  # type: ignore[union-attr]
                 self._wake_sender()
-        raise DecodeError(
-            f"message {self._core.ring.received} of {self._label} does not unpickle here: "  # type: ignore[union-attr]
-            f"{type(failure).__name__}: {failure}. It counts as received; the next receive gives the next message"
-        ) from failure
 
     def _wake_sender(self) -> None:
         assert self._wire is not None
@@ -513,6 +523,9 @@ class Receiver(Endpoint):
         if self._wire.drain():
             if self._wire.disconnected and not self.handle.sender.visible:
                 self._sender_dead = True  # its pid means nothing here, so the connection is all there is to go by
+            if self._wire.disconnected:
+                # It closed, or gave us up, or lost its Sender while its process lives: the first two it says itself.
+                self._hear_last_words()
             self._notify()
 
     def _drain_later(self) -> None:
@@ -524,6 +537,17 @@ class Receiver(Endpoint):
         assert self._sender_pidfd is not None
         self._unwatch(self._sender_pidfd)
         self._sender_dead = True
+        # A child that it forked may keep the connection open, so its end does not tell that no frame will come.
+        self._hear_last_words()
+        self._notify()
+
+    def _hear_last_words(self) -> None:
+        if self._last_words is None:
+            assert self._loop is not None
+            self._last_words = self._loop.call_later(TICK, self._hang_up)
+
+    def _hang_up(self) -> None:
+        self._hung_up = True
         self._notify()
 
     def _tick(self) -> None:

@@ -186,6 +186,7 @@ class Sender(Endpoint):
         except BaseException:
             self._state = State.CLOSED
             self._fault = self._closed
+            self._core.ring.close()  # as in aclose
             self._release_resources()
             raise
         self._state = State.OPEN
@@ -203,13 +204,14 @@ class Sender(Endpoint):
         if self._born_elsewhere():
             raise self._forked()
         if self._state is State.NEW:
+            self._core.ring.close()  # readers may be waiting for the start; their slow timer sees it
             self._finish()
             return
+        self._check_loop()
         if self._state is State.CLOSING:
             assert self._finished is not None
             await asyncio.shield(self._finished)
             return
-        self._check_loop()
         assert self._loop is not None
         self._state = State.CLOSING
         self._finished = self._loop.create_future()
@@ -309,7 +311,9 @@ class Sender(Endpoint):
             self._raise_fault()
         self._credit -= 1
         if self._credit < 0:
-            await self._breathe()
+            # With a place in the queue, or calls made during the breath would overtake this one.
+            await self._send_in_turn(None, obj)
+            return
         message = self._encoder.encode(obj)
         if message.__class__ is bytes and not self._turns and self._core.awaited == 0:
             core = self._core
@@ -346,10 +350,15 @@ class Sender(Endpoint):
             self._core.unplace(placed)
             plan.clear()
 
-    async def _send_in_turn(self, plan: Plan) -> None:
+    async def _send_in_turn(self, plan: Plan | None, obj: object = None) -> None:
+        """Send a plan; without one, give others a turn first and plan ``obj`` then."""
         turn = Turn(self._turns)
         placed: PlacedMessage | None = None
         try:
+            if plan is None:
+                await self._breathe()
+                plan = as_plan(self._encoder.encode(obj))
+                del obj
             if self._core.awaited:
                 with self._explained(self._describe_awaited):
                     await self._until_ready()
@@ -369,7 +378,8 @@ class Sender(Endpoint):
         finally:
             if placed is not None:
                 self._core.unplace(placed)
-            plan.clear()
+            if plan is not None:
+                plan.clear()
             turn.leave()
             if not self._turns:
                 self._notify()  # aclose waits for this
@@ -394,10 +404,10 @@ class Sender(Endpoint):
                     waited = True
                     self._waits += 1
                     self._stall = _Stall(time.monotonic(), self._stall_after, self._describe_slowest)
+                self._check()  # closed during a copy: nobody would wake us any more
                 # Parked before the second look that park takes: a reader that frees the room in between sees us parked.
                 if ring.park(tail):
                     await self._changed()
-                    self._check()
         finally:
             if waited:
                 ring.unpark()
@@ -413,9 +423,10 @@ class Sender(Endpoint):
         if placed.frames:
             assert self._wire is not None
             # Before the record: if ZMQ refuses, nothing was published. A reader drops frames no record names.
-            self._wire.send_frames(placed.frame_number, frames)
+            self._wire.send_frames(self._core.number_frames(placed), frames)
         self._core.publish(placed, inline)
-        self._credit -= placed.record_nbytes >> BREATH_SHIFT
+        # All of it, since what is not large was copied on the loop.
+        self._credit -= sum(placement.nbytes for placement in placed.placements) >> BREATH_SHIFT
         if plan.undivertible:
             self._core.fallbacks[NOT_DIVERTIBLE] += plan.undivertible
         if self._core.sleepers():
@@ -515,13 +526,6 @@ class Sender(Endpoint):
     def _check(self) -> None:
         if self._fault is not None or running_loop() is not self._loop:
             self._raise_fault()
-
-    def _check_loop(self) -> None:
-        fault, self._fault = self._fault, None
-        try:
-            self._raise_fault()
-        finally:
-            self._fault = fault
 
     def _describe_awaited(self) -> str:
         ranks = [rank for rank, member in enumerate(self._core.members) if member is Membership.AWAITED]

@@ -47,9 +47,10 @@ class Span:
         nbytes: Bytes in use.
         generation: Number of this use of the slots.
         holders: Readers that have not released it; None until it is published.
+        number: Number of the message it was published with.
     """
 
-    __slots__ = ("generation", "holders", "nbytes", "slot", "slots")
+    __slots__ = ("generation", "holders", "nbytes", "number", "slot", "slots")
 
     def __init__(self, slot: int, slots: int, nbytes: int, generation: int) -> None:
         self.slot = slot
@@ -57,6 +58,7 @@ class Span:
         self.nbytes = nbytes
         self.generation = generation
         self.holders: list[Holder] | None = None
+        self.number = 0
 
     def __repr__(self) -> str:
         return f"<Span slots {self.slot}..{self.slot + self.slots - 1}, generation {self.generation}>"
@@ -66,7 +68,8 @@ class SlotAllocator:
     """First fit from the lowest slot over a sorted list of free runs."""
 
     def __init__(self, slots: int) -> None:
-        self.free_slots = slots
+        self.taken_slots = 0
+        self._limit = slots  # slots from this number on are not handed out
         self._starts: list[int] = [0] if slots else []
         self._lengths: dict[int, int] = {0: slots} if slots else {}
 
@@ -83,14 +86,17 @@ class SlotAllocator:
             else:
                 self._starts[position] = start + count
                 lengths[start + count] = length - count
-            self.free_slots -= count
+            self.taken_slots += count
             return start
         return -1
 
     def give(self, start: int, count: int) -> None:
         """Give slots back, joining them with free neighbours."""
         starts, lengths = self._starts, self._lengths
-        self.free_slots += count
+        self.taken_slots -= count
+        count = min(count, self._limit - start)
+        if count <= 0:
+            return
         position = bisect_left(starts, start)
         if position < len(starts) and starts[position] == start + count:
             count += lengths.pop(starts[position])
@@ -102,13 +108,14 @@ class SlotAllocator:
         lengths[start] = count
 
     def limit_to(self, slots: int) -> None:
-        """Never again hand out slots from number ``slots`` on."""
+        """Never again hand out slots from number ``slots`` on, nor those that are given back later."""
+        self._limit = min(self._limit, slots)
         for start in [start for start in self._starts if start + self._lengths[start] > slots]:
-            length = self._lengths.pop(start)
-            self._starts.remove(start)
-            self.free_slots -= length
             if start < slots:
-                self.give(start, slots - start)
+                self._lengths[start] = slots - start
+            else:
+                del self._lengths[start]
+                self._starts.remove(start)
 
     def runs(self) -> list[tuple[int, int]]:
         """The free runs as (first slot, slots), in order."""
@@ -134,7 +141,7 @@ class Arena:
     @property
     def used_slots(self) -> int:
         """Slots claimed by a send under way or held by a reader, as last noticed."""
-        return self.slots - self._allocator.free_slots
+        return self._allocator.taken_slots
 
     @property
     def claimed_spans(self) -> int:
@@ -175,9 +182,10 @@ class Arena:
         """Go on with the first ``slots`` slots only, because there is no memory behind the others."""
         self._allocator.limit_to(slots)
 
-    def publish(self, span: Span, holders: Iterable[Holder]) -> None:
-        """Hand a span to readers. It is free again once all of them released it or died."""
+    def publish(self, span: Span, holders: Iterable[Holder], number: int = 0) -> None:
+        """Hand a span to readers, with message ``number``. It is free again once all of them released it or died."""
         span.holders = list(holders)
+        span.number = number
         self._claimed -= 1
         self._published.append(span)
 
@@ -195,6 +203,13 @@ class Arena:
             ),
             key=lambda span: span.slot,
         )
+
+    def forget(self, holder: Holder, number: int) -> None:
+        """A reader will never look at message ``number`` nor any later one: it does not hold their spans."""
+        for span in self._published:
+            if span.number >= number and span.holders and holder in span.holders:
+                span.holders.remove(holder)
+        self.reap()
 
     def reap(self) -> None:
         """Look at every published span and free those that nobody holds."""

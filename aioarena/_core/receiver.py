@@ -126,7 +126,9 @@ class ReceiverCore:
             else:
                 raise InternalError(f"record of unknown kind {kind} at cursor {self.ring.cursor}")
         except InternalError:
-            # After an eviction the ring is overwritten under us, and what we read is no record.
+            # After an eviction the ring is overwritten under us, and what we read is no record. The seat is looked at
+            # after what was read, as below.
+            self._order()
             self._check_seat()
             raise
         # What was read, before the seat: while it is still ours, nothing of it was overwritten.

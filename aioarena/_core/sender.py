@@ -167,6 +167,13 @@ class SenderCore:
         self.ring.drop_reader(rank)
         self._settle_frames()
 
+    def skip_unread(self, rank: int) -> None:
+        """Free what a seated reader did not receive. Only for one that has said that it takes no more messages."""
+        holder = self._holders[rank]
+        assert holder is not None
+        layout, words = self.layout, self._words
+        self.arena.forget(holder, words[layout.seat_number(rank)] + words[layout.received(rank)])
+
     def lag(self, rank: int) -> tuple[int, int]:
         """(messages, bytes) published that a seated reader has not received."""
         layout, words = self.layout, self._words
@@ -209,9 +216,6 @@ class SenderCore:
             message.pack = self._place_large(message, -1, body)
             body = table_bytes(1)
         message.record_nbytes = body
-        if message.frames:
-            self._frame_number += 1
-            message.frame_number = self._frame_number
         return message
 
     def _place_large(self, message: PlacedMessage, index: int, nbytes: int) -> Placement:
@@ -255,6 +259,16 @@ class SenderCore:
             return self.ring.threshold(message.record_nbytes)
         return None
 
+    def number_frames(self, message: PlacedMessage) -> int:
+        """Number the frames of a message, right before they are sent and the message is published.
+
+        Not earlier: readers forget frames up to the number of the message they received last, and messages may be
+        published in another order than they were placed in.
+        """
+        self._frame_number += 1
+        message.frame_number = self._frame_number
+        return message.frame_number
+
     def publish(self, message: PlacedMessage, inline: Sequence[tuple[int, bytes | memoryview]]) -> None:
         """Make a message visible. Its spans are filled, and its frames are on their way.
 
@@ -271,7 +285,7 @@ class SenderCore:
             parts = [(0, encode_table([message.pack], message.frame_number))]
         # Holders are known before the record is visible: a reader may release a span the moment it sees it.
         for span in message.spans.values():
-            self.arena.publish(span, holders)
+            self.arena.publish(span, holders, self.ring.published)
             self.arena_nbytes += span.nbytes
         message.spans.clear()
         if not self.ring.append_parts(message.kind, message.record_nbytes, parts):

@@ -1,17 +1,30 @@
 """CUDA, behind one small seam: pinning, events, copies. Tests put a fake runtime in its place.
 
 Nothing here initialises CUDA: :meth:`Accelerator.initialized` asks whether somebody else did, and every other call is
-made only after it said yes.
+made only after it said yes, or because the user asked for a copy to a GPU.
+
+Three things are easy to get wrong, and all calls here see to them:
+
+* A thread's current device is device 0 until it says otherwise, and almost any call makes a context on the current
+  device. So the device is set, to one that has a context, around every call that may come from a thread of ours.
+* While any thread captures a graph, the runtime forbids querying events and registering memory to all threads, and
+  answers an attempt by breaking the capture. So both are done with the calling thread's capture mode relaxed.
+* A failed call leaves its error behind in the calling thread's runtime state, for torch to raise at the next launch.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import logging
+import os
+import queue
 import threading
 import weakref
-from typing import Any, Protocol, cast
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 
@@ -22,12 +35,18 @@ logger = logging.getLogger("aioarena")
 # cudaHostRegisterPortable of the CUDA runtime API: pinned for every context of the process, not only the current one.
 _HOST_REGISTER_PORTABLE = 1
 
+# cudaStreamCaptureModeRelaxed of the CUDA runtime API.
+_CAPTURE_MODE_RELAXED = 2
+
+# Seconds that the interpreter's exit waits for an unregistration that is under way. 2 GiB take a fraction of one.
+_EXIT_TIMEOUT = 2.0
+
 
 class Event(Protocol):
     """A point in a stream, like ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether everything before that point is done."""
+        """Whether everything before that point is done. Any thread may ask, also while a graph is captured."""
 
 
 class Accelerator(Protocol):
@@ -37,51 +56,68 @@ class Accelerator(Protocol):
         """Whether this process has a context. Never makes one."""
 
     def current_device(self) -> int:
-        """Index of the calling thread's current device."""
+        """Index of the calling thread's current device; if that has no context, of one that has."""
+
+    def current_streams(self) -> list[Any]:
+        """The calling thread's current stream of every device, with a context or without.
+
+        Asks torch, not the runtime: safe in a finalizer, and never held up by a thread that registers memory.
+        """
 
     def register(self, address: int, nbytes: int, device: int) -> str | None:
         """Pin memory, with ``device`` current. None, or why it failed; no error is left pending in the runtime."""
 
-    def unregister(self, address: int) -> None:
-        """Undo :meth:`register`. Never raises."""
+    def unregister(self, address: int, device: int) -> None:
+        """Undo :meth:`register`, with ``device`` current. Never raises."""
 
-    def capturing(self) -> bool:
-        """Whether the current stream is capturing a graph, so that no event may be recorded."""
+    def capturing(self, stream: Any) -> bool:
+        """Whether a stream is capturing a graph, so that no event may be recorded on it."""
 
-    def record_current(self) -> list[Event]:
-        """Record an event on the current stream of every device that has a context."""
+    def record(self, stream: Any) -> Event | None:
+        """Record an event on a stream; None if its device has no context, so that nothing can be running there."""
 
-    def record(self, stream: Any) -> Event:
-        """Record an event on a stream."""
+    def destination(self, device: Any, stream: Any) -> tuple[Any, Any]:
+        """Device and stream of a copy as the calling thread means them, to be used by another one.
+
+        Raises:
+            ValueError: It is not a device of this runtime, or the stream is one of another device.
+        """
 
     def copy(self, tensor: torch.Tensor, device: Any, stream: Any) -> tuple[torch.Tensor, Event]:
-        """Copy a CPU tensor to a device on ``stream`` (None: the current one); the event marks the copy's end."""
+        """Copy a CPU tensor to a :meth:`destination`; the event marks the copy's end."""
 
 
 class TorchCuda:
     """The real runtime, through torch. Serves ROCm too, where torch keeps CUDA's names."""
 
     def initialized(self) -> bool:
-        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        # torch can be initialised before there is a context anywhere (torch.cuda.get_device_name does that).
+        return torch.cuda.is_initialized() and any(map(_has_context, range(torch.cuda.device_count())))  # type: ignore[no-untyped-call]
 
     def current_device(self) -> int:
-        return torch.cuda.current_device()
+        # A process that only ever says "cuda:1" has device 0 as its current one, and no context there.
+        current = torch.cuda.current_device()
+        if _has_context(current):
+            return current
+        return next(filter(_has_context, range(torch.cuda.device_count())), current)
+
+    def current_streams(self) -> list[Any]:
+        return [torch.cuda.current_stream(device) for device in range(torch.cuda.device_count())]
 
     def register(self, address: int, nbytes: int, device: int) -> str | None:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _allowed_while_capturing():
             try:
                 result = _cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE)
+                if int(result) == 0:
+                    return None
+                problem = f"CUDA error {int(result)} ({_cudart().cudaGetErrorString(result)})"
             except Exception as error:  # the binding raises on some torch releases instead of returning
-                self._clear_error(device)
-                return str(error)
-            if int(result) == 0:
-                return None
-            # The error stays behind in this thread's runtime state and would be raised by torch at the next launch.
+                problem = str(error)
             self._clear_error(device)
-            return f"CUDA error {int(result)} ({_cudart().cudaGetErrorString(result)})"
+            return problem
 
     def _clear_error(self, device: int) -> None:
-        clear = _last_error_function()
+        clear = _runtime_function("GetLastError")
         if clear is not None:
             clear()
             return
@@ -89,34 +125,73 @@ class TorchCuda:
         with contextlib.suppress(Exception):
             torch.zeros(1, device=f"cuda:{device}")
 
-    def unregister(self, address: int) -> None:
-        with contextlib.suppress(Exception):  # the context may be gone already
-            _cudart().cudaHostUnregister(address)
+    def unregister(self, address: int, device: int) -> None:
+        # The context may be gone already.
+        with contextlib.suppress(Exception), torch.cuda.device(device), _allowed_while_capturing():
+            if int(_cudart().cudaHostUnregister(address)) != 0:
+                self._clear_error(device)
 
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def capturing(self, stream: Any) -> bool:
+        if not _has_context(stream.device.index):  # making it current would make one
+            return False
+        with torch.cuda.stream(stream):
+            return torch.cuda.is_current_stream_capturing()
 
-    def record_current(self) -> list[Event]:
-        return [
-            self.record(torch.cuda.current_stream(device))
-            for device in range(torch.cuda.device_count())
-            if _has_context(device)
-        ]
-
-    def record(self, stream: Any) -> Event:
-        # An event belongs to the device of the stream it is recorded on, whatever device is current here.
-        with torch.cuda.device(stream.device):
+    def record(self, stream: Any) -> Event | None:
+        device = stream.device.index
+        if not _has_context(device):
+            return None
+        with torch.cuda.device(device), _allowed_while_capturing():
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
-        return cast(Event, event)
+        return _CudaEvent(event, device)
+
+    def destination(self, device: Any, stream: Any) -> tuple[Any, Any]:
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f"can copy to cuda devices and to cpu, not to {device}")
+        if stream is not None:
+            if device.index not in (None, stream.device.index):
+                raise ValueError(f"stream is one of {stream.device}, it cannot copy to {device}")
+            return stream.device, stream
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Then nobody has chosen a device or a stream either. The copy will initialise CUDA, off the loop.
+            return torch.device("cuda", device.index or 0), None
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.device("cuda", index), torch.cuda.current_stream(index)
 
     def copy(self, tensor: torch.Tensor, device: Any, stream: Any) -> tuple[torch.Tensor, Event]:
-        device = torch.device(device)
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream() if stream is None else stream
             with torch.cuda.stream(stream):
                 # Allocated on the stream that copies and that the caller uses it on, so the allocator keeps the order.
-                return tensor.to(device, non_blocking=True), self.record(stream)
+                # A sparse tensor or a subclass may have memory of the arena inside, in tensors that nobody sees here:
+                # those are waited for.
+                plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+                copy = tensor.to(device, non_blocking=plain)
+            event = self.record(stream)
+        assert event is not None, "the copy made a context if there was none"
+        return copy, event
+
+
+class _CudaEvent:
+    """A recorded event that any thread may query, without side effects on contexts or captures."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: int) -> None:
+        self._event = event
+        self._device = device
+
+    def query(self) -> bool:
+        with torch.cuda.device(self._device), _allowed_while_capturing():
+            try:
+                return bool(self._event.query())  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                # ROCm refuses in spite of the relaxed mode (pytorch/pytorch#177309). Nothing is wrong with the device.
+                if "when stream is capturing" in str(error):
+                    return False
+                raise
 
 
 def _cudart() -> Any:
@@ -124,19 +199,35 @@ def _cudart() -> Any:
 
 
 def _has_context(device: int) -> bool:
-    # Asking for a stream of a device without a context would make one there.
     check = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return bool(check(device)) if check else device == torch.cuda.current_device()
 
 
-def _last_error_function() -> Any:
-    """cudaGetLastError of the very runtime that torch has loaded, or None."""
-    with contextlib.suppress(OSError, AttributeError), open("/proc/self/maps") as maps:
-        for line in maps:
-            path = line.split()[-1]
-            if "libcudart" in path or "libamdhip64" in path:
-                library = ctypes.CDLL(path)
-                return library.cudaGetLastError if "libcudart" in path else library.hipGetLastError
+@contextlib.contextmanager
+def _allowed_while_capturing() -> Iterator[None]:
+    """Let the calling thread do what is forbidden while any thread captures a graph. Needs its device to be set."""
+    exchange = _runtime_function("ThreadExchangeStreamCaptureMode")
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    exchange(ctypes.byref(mode))  # and now mode is the one that was
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _runtime_function(name: str) -> Any:
+    """A function of the CUDA or HIP runtime that torch uses, or None.
+
+    A process may have several copies of the runtime, each with its own pending error. The one among the dependencies of
+    torch's own library is the right one. PyDLL, because these calls take less time than giving up the GIL for them.
+    """
+    library, prefix = ("libc10_hip.so", "hip") if torch.version.hip else ("libc10_cuda.so", "cuda")
+    with contextlib.suppress(OSError, AttributeError):
+        return getattr(ctypes.PyDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY), prefix + name)
     return None
 
 
@@ -151,6 +242,7 @@ def current() -> Accelerator:
 # Pinning ----------------------------------------------------------------------------------------------------------
 
 _pin_lock = threading.Lock()
+_claimed: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 
 def claim_pinning(mapping: Mapping) -> bool:
@@ -159,30 +251,86 @@ def claim_pinning(mapping: Mapping) -> bool:
         if mapping.pin is not Pin.NO:
             return False
         mapping.pin = Pin.PENDING
+        _claimed.add(mapping)
         return True
 
 
 def pin(accelerator: Accelerator, mapping: Mapping, device: int) -> None:
     """Register a whole mapping; takes about a second for 2 GiB, so call it in a thread. Never raises."""
-    problem = accelerator.register(mapping.address, mapping.nbytes, device)
+    try:
+        problem = accelerator.register(mapping.address, mapping.nbytes, device)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
     if problem is not None:
-        mapping.pin = Pin.FAILED
-        logger.warning(
-            "aioarena: could not pin the arena (%.1f GiB): %s. Copies to the GPU work, but through a staging buffer and "
-            "slower. Raise the locked-memory limit (ulimit -l, docker --ulimit memlock=-1), or pass a smaller "
-            'ArenaConfig, or Receiver(pin="off") to not try.',
-            mapping.nbytes / 2**30,
-            problem,
-        )
+        give_up_pinning(mapping, problem)
         return
-    mapping.pin = Pin.YES
-    # Unregister before the memory is unmapped: the thread keeps it mapped until then, and off the garbage collector's
-    # hands. At interpreter exit the registration goes with the process.
-    finalizer = weakref.finalize(mapping, _unpin, accelerator, mapping.memory, mapping.address)
+    _start_unpinning()
+    # Unregister before the memory is unmapped: the thread keeps it mapped until then. At the interpreter's exit the
+    # registration goes with the process.
+    finalizer = weakref.finalize(mapping, _unpin, accelerator, mapping.address, device, mapping.memory, os.getpid())
     finalizer.atexit = False
+    mapping.pin = Pin.YES
 
 
-def _unpin(accelerator: Accelerator, memory: object, address: int) -> None:
-    threading.Thread(
-        target=lambda memory: accelerator.unregister(address), args=(memory,), name="aioarena-unpin", daemon=True
-    ).start()
+def give_up_pinning(mapping: Mapping, problem: str) -> None:
+    """Go on without pinned memory, and say so once."""
+    mapping.pin = Pin.FAILED
+    logger.warning(
+        "aioarena: could not pin the arena (%.1f GiB): %s. Copies to the GPU work, but through a staging buffer and "
+        "slower. Raise the locked-memory limit (ulimit -l, docker --ulimit memlock=-1), or pass a smaller "
+        'ArenaConfig, or Receiver(pin="off") to not try.',
+        mapping.nbytes / 2**30,
+        problem,
+    )
+
+
+# Unpinning --------------------------------------------------------------------------------------------------------
+#
+# The last user of a mapping may go anywhere, also inside the garbage collector, where starting a thread would take
+# locks. So one thread waits for mappings to unregister; a SimpleQueue may be put to from a finalizer.
+
+_Retired = tuple[Accelerator, int, int, object]
+_retired: queue.SimpleQueue[_Retired | None] = queue.SimpleQueue()
+_unpinning: threading.Thread | None = None
+
+
+def _start_unpinning() -> None:
+    global _unpinning
+    with _pin_lock:
+        if _unpinning is None:
+            _unpinning = threading.Thread(target=_unregister_retired, args=(_retired,), name="aioarena-unpin", daemon=True)
+            _unpinning.start()
+            atexit.register(_stop_unpinning)
+
+
+def _unregister_retired(retired: queue.SimpleQueue[_Retired | None]) -> None:
+    while (item := retired.get()) is not None:
+        accelerator, address, device, memory = item
+        with contextlib.suppress(Exception):
+            accelerator.unregister(address, device)
+        # Only now, and not when the next one comes, may it be unmapped.
+        del item, accelerator, memory
+
+
+def _stop_unpinning() -> None:
+    # A daemon thread that comes back from the runtime into an interpreter that is gone would abort the process.
+    if _unpinning is not None:
+        _retired.put(None)
+        _unpinning.join(_EXIT_TIMEOUT)
+
+
+def _unpin(accelerator: Accelerator, address: int, device: int, memory: object, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the memory, but not the registration
+        _retired.put((accelerator, address, device, memory))
+
+
+def _after_fork_in_child() -> None:
+    global _pin_lock, _retired, _unpinning
+    _pin_lock = threading.Lock()
+    _retired = queue.SimpleQueue()
+    _unpinning = None
+    for mapping in list(_claimed):
+        mapping.pin = Pin.NO
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

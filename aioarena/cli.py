@@ -1,0 +1,185 @@
+"""The command line: the demo and the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import aioarena
+from aioarena._bench import copying, placement, small
+from aioarena._bench._result import Result
+from aioarena._bench._text import Progress
+from aioarena._bench._workers import WorkerError, run
+from aioarena._demo import DemoOptions, demo
+from aioarena._picture import GRAIN, PictureError
+from aioarena.exceptions import ArenaError
+
+_EXAMPLES = """\
+examples:
+  python -m aioarena demo                              a 4096 x 4096 picture to 4 worker processes, arena on and off
+  python -m aioarena demo --image cat.png --readers 2  a picture of yours to 2 workers
+  python -m aioarena demo --size 1024 --loop uvloop    a smaller one, on uvloop
+  python -m aioarena bench small                       messages per second, and what one costs
+  python -m aioarena bench placement --json            where buffers should go, for programs to read
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        The exit code: 0, or 1 when something failed, 130 after Ctrl-C. Wrong arguments exit with 2.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except (ArenaError, PictureError, WorkerError) as error:
+        print(f"aioarena: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("aioarena: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+# Commands ---------------------------------------------------------------------------------------------------------
+
+
+def _run_demo(arguments: argparse.Namespace) -> int:
+    return demo(
+        DemoOptions(
+            image=arguments.image,
+            readers=arguments.readers,
+            size=arguments.size,
+            pictures=arguments.pictures,
+            loop=arguments.loop,
+        )
+    )
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    progress = Progress()
+    measure = {"small": _measure_small, "copy": _measure_copy, "placement": _measure_placement}[arguments.bench]
+    try:
+        result = measure(arguments, progress)
+    finally:
+        progress.clear()
+    print(result.json() if arguments.json else result.text())
+    return 0
+
+
+def _measure_small(arguments: argparse.Namespace, progress: Progress) -> Result:
+    runs = 1 if arguments.quick else arguments.runs
+    options = small.SmallOptions(tuple(arguments.readers), runs, arguments.quick, arguments.loop)
+    result: Result = run(small.measure(options, progress), arguments.loop)
+    return result
+
+
+def _measure_copy(arguments: argparse.Namespace, progress: Progress) -> Result:
+    result: Result = run(copying.measure(copying.CopyOptions(arguments.quick), progress))
+    return result
+
+
+def _measure_placement(arguments: argparse.Namespace, progress: Progress) -> Result:
+    options = placement.PlacementOptions(arguments.readers, arguments.quick)
+    result: Result = run(placement.measure(options, progress))
+    return result
+
+
+# Arguments --------------------------------------------------------------------------------------------------------
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
+        return value
+
+    parse.__name__ = "number"  # what argparse calls it when it is none
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="aioarena",
+        description="An asyncio broadcast channel through shared memory: see it work, and measure it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"aioarena {aioarena.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_benches(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="send a picture to worker processes, with the arena and without, and say what it took",
+        description="Send a picture, preprocessed as for a vision-language model, to worker processes, with the arena and "
+        "without it, and print what it took.",
+    )
+    parser.set_defaults(run=_run_demo)
+    parser.add_argument(
+        "--image",
+        type=Path,
+        metavar="PATH",
+        help="a picture of yours (PPM, PGM and PNG, others need Pillow); without it, one is made",
+    )
+    parser.add_argument("--readers", type=_at_least(1), default=4, metavar="N", help="worker processes (default: 4)")
+    parser.add_argument(
+        "--size",
+        type=_at_least(GRAIN),
+        default=4096,
+        metavar="PIXELS",
+        help="longer side that the picture is brought to (default: 4096)",
+    )
+    parser.add_argument(
+        "--pictures", type=_at_least(1), default=6, metavar="N", help="how often it is sent each way (default: 6)"
+    )
+    _add_loop(parser)
+
+
+def _add_loop(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio", help="event loop (default: asyncio)")
+
+
+def _add_benches(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="measure", description="Measure this machine, and the library on it.")
+    bench.set_defaults(run=_run_bench)
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
+
+    parser = benches.add_parser("small", help="small messages: how many a second, and what one costs")
+    parser.add_argument(
+        "--readers",
+        type=_at_least(1),
+        nargs="+",
+        default=[1, 2, 4],
+        metavar="N",
+        help="numbers of readers to measure (default: 1 2 4)",
+    )
+    parser.add_argument("--runs", type=_at_least(1), default=5, metavar="N", help="runs to take the median of (default: 5)")
+    _add_loop(parser)
+    _add_output(parser)
+
+    parser = benches.add_parser("copy", help="copying on the event loop against handing the copy to threads")
+    _add_output(parser)
+
+    parser = benches.add_parser("placement", help="which buffers belong in the arena, and how large a slot should be")
+    parser.add_argument("--readers", type=_at_least(1), default=4, metavar="N", help="readers (default: 4)")
+    _add_output(parser)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="a short form that only shows that it works")
+    parser.add_argument("--json", action="store_true", help="print JSON: seconds and bytes, not rounded")
