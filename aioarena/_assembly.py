@@ -9,7 +9,7 @@ import zmq
 
 from aioarena._copying import ON_LOOP_BYTES, CopyPool, join
 from aioarena._core.receiver import IncomingMessage, unpack
-from aioarena._core.record import ARENA, FRAME, Placement
+from aioarena._core.record import ARENA, FRAME, Placement, decode_table
 from aioarena._devices import copy_steps
 from aioarena._platform.memory import address_of
 from aioarena._platform.wire import ReceiverWire
@@ -75,7 +75,7 @@ class Assembler:
         try:
             message = taken
             if taken.packed:
-                message = unpack(self._buffer(taken.placements[0], copies.pop(0, None), frames))
+                message = unpack(self._buffer(taken.placements[0], copies.get(-1), frames))
             return [
                 self._buffer(placement, copies.get(index), frames) if inline is None else memoryview(inline)
                 for index, (placement, inline) in enumerate(zip(message.placements, message.inline, strict=True))
@@ -103,17 +103,25 @@ class Assembler:
 
     def wants_copies(self, taken: IncomingMessage) -> bool:
         """Whether :meth:`private_copies` has something to do."""
-        return self._private and any(p.where == ARENA and p.nbytes > ON_LOOP_BYTES for p in taken.placements)
+        return self._private and bool(self._large_spans(taken))
+
+    def _large_spans(self, taken: IncomingMessage) -> list[tuple[int, Placement]]:
+        """Spans of a complete message that are too large to copy on the loop, by buffer index; -1 is the pack."""
+        placements = dict(enumerate(taken.placements))
+        if taken.packed:
+            pack = placements.pop(0)
+            if pack.where == ARENA and self._ledger is not None:
+                start = pack.slot * self._slot_bytes
+                body = self._ledger.mapping.view[start : start + pack.nbytes]
+            else:
+                body = (self._wire.frames(taken.frame_number) or [])[0].buffer
+            placements = {-1: pack, **dict(enumerate(decode_table(body)[0]))}
+        return [(i, place) for i, place in placements.items() if place.where == ARENA and place.nbytes > ON_LOOP_BYTES]
 
     async def private_copies(self, taken: IncomingMessage) -> dict[int, memoryview]:
         """Private copies of the large spans, made in threads. Cancelling leaves the message where it is."""
         assert self._ledger is not None
-        large = [
-            (index, placement)
-            for index, placement in enumerate(taken.placements)
-            if placement.where == ARENA and placement.nbytes > ON_LOOP_BYTES
-        ]
-        copies, steps = copy_steps(self._ledger.mapping, self._slot_bytes, large)
+        copies, steps = copy_steps(self._ledger.mapping, self._slot_bytes, self._large_spans(taken))
         job = self._pool.start(steps)
         await join([asyncio.wrap_future(job.done)], job.abort)
         return copies

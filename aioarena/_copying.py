@@ -141,10 +141,10 @@ async def join(futures: list[asyncio.Future[None]], abort: Callable[[], None] | 
             if abort is not None:
                 abort()
             pending = {future for future in futures if not future.done()}
-    error = next(filter(None, [cancelled, *[future.exception() for future in futures]]), None)
-    if error is not None:
+    outcome = next(filter(None, [cancelled, *[future.exception() for future in futures]]), None)
+    if outcome is not None:
         try:
-            raise error
+            raise outcome
         finally:
             # Or the error's traceback and this frame keep each other, and with them the caller's memory, until collected.
-            del error, cancelled, futures
+            del outcome, cancelled, futures

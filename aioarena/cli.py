@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aioarena
-from aioarena._bench import copying, placement, small
+from aioarena._bench import copying, faults, placement, small
 from aioarena._bench._result import Result
 from aioarena._bench._text import Progress
 from aioarena._bench._workers import WorkerError, run
@@ -67,9 +67,8 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 def _run_bench(arguments: argparse.Namespace) -> int:
     progress = Progress()
-    measure = {"small": _measure_small, "copy": _measure_copy, "placement": _measure_placement}[arguments.bench]
     try:
-        result = measure(arguments, progress)
+        result: Result = arguments.measure(arguments, progress)
     finally:
         progress.clear()
     print(result.json() if arguments.json else result.text())
@@ -91,6 +90,12 @@ def _measure_copy(arguments: argparse.Namespace, progress: Progress) -> Result:
 def _measure_placement(arguments: argparse.Namespace, progress: Progress) -> Result:
     options = placement.PlacementOptions(arguments.readers, arguments.quick)
     result: Result = run(placement.measure(options, progress))
+    return result
+
+
+def _measure_faults(arguments: argparse.Namespace, progress: Progress) -> Result:
+    options = faults.FaultsOptions(1 if arguments.quick else arguments.runs, arguments.quick)
+    result: Result = run(faults.measure(options, progress))
     return result
 
 
@@ -160,6 +165,7 @@ def _add_benches(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     benches = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
 
     parser = benches.add_parser("small", help="small messages: how many a second, and what one costs")
+    parser.set_defaults(measure=_measure_small)
     parser.add_argument(
         "--readers",
         type=_at_least(1),
@@ -168,16 +174,27 @@ def _add_benches(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="numbers of readers to measure (default: 1 2 4)",
     )
-    parser.add_argument("--runs", type=_at_least(1), default=5, metavar="N", help="runs to take the median of (default: 5)")
+    _add_runs(parser)
     _add_loop(parser)
     _add_output(parser)
 
     parser = benches.add_parser("copy", help="copying on the event loop against handing the copy to threads")
+    parser.set_defaults(measure=_measure_copy)
     _add_output(parser)
 
     parser = benches.add_parser("placement", help="which buffers belong in the arena, and how large a slot should be")
+    parser.set_defaults(measure=_measure_placement)
     parser.add_argument("--readers", type=_at_least(1), default=4, metavar="N", help="readers (default: 4)")
     _add_output(parser)
+
+    parser = benches.add_parser("faults", help="how soon each side learns that the other died, left or closed")
+    parser.set_defaults(measure=_measure_faults)
+    _add_runs(parser)
+    _add_output(parser)
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=_at_least(1), default=5, metavar="N", help="runs to take the median of (default: 5)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

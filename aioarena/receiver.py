@@ -22,6 +22,7 @@ from aioarena._codec import decode
 from aioarena._copying import CopyPool
 from aioarena._core.layout import VERSION
 from aioarena._core.receiver import Fate, IncomingMessage, ReceiverCore
+from aioarena._core.record import INLINE
 from aioarena._gpu import GpuSide
 from aioarena._platform import accelerator, memory
 from aioarena._platform.memory import Pin
@@ -104,6 +105,7 @@ class Receiver(Endpoint):
         self._hung_up = False  # the sender is dead or hung up, and what it said before has had its time to arrive
         self._turn = asyncio.Lock()
         self._receiving = 0  # tasks that wait for a message or for their turn to
+        self._moving = 0  # calls that copy received memory to private memory
         self._decoding = False
         self._pool = CopyPool("read")
         self._gpu: GpuSide | None = None
@@ -253,6 +255,9 @@ class Receiver(Endpoint):
         self._fault = self._closed
         self._notify()
         try:
+            # They see the fault, or end by themselves. Their copies run in threads that closing would wait for, blocking.
+            while self._receiving or self._moving:
+                await self._changed()
             if self._gpu is not None:
                 await self._gpu.stop()
             await self._leave()
@@ -339,6 +344,8 @@ class Receiver(Endpoint):
                 return await self._recv_in_turn()
         finally:
             self._receiving -= 1
+            if self._state is State.CLOSING:
+                self._notify()  # aclose waits for this
 
     dequeue = recv
 
@@ -447,7 +454,9 @@ class Receiver(Endpoint):
             if self._core.advance():
                 self._wake_sender()
             raise
-        self._credit -= sum(len(inline) for inline in taken.inline if inline is not None) >> BREATH_SHIFT
+        # What was copied on the loop; or in a thread, but then others had their turn anyway.
+        copied = (p.nbytes for p in taken.placements if p.where == INLINE or self._private or taken.packed)
+        self._credit -= sum(copied) >> BREATH_SHIFT
         return self._decode(buffers.pop(0), buffers)
 
     def _decode(self, pickled: bytes | memoryview, buffers: list[memoryview] | None = None) -> Any:
@@ -510,7 +519,13 @@ class Receiver(Endpoint):
         """
         self._check()
         if torch.device(device).type == "cpu":
-            return await _devices.to_cpu(obj, self._pool)
+            self._moving += 1
+            try:
+                return await _devices.to_cpu(obj, self._pool)
+            finally:
+                self._moving -= 1
+                if self._state is State.CLOSING:
+                    self._notify()  # aclose waits for this
         if self._gpu is None:
             return await _devices.to_accelerator(obj, device, stream, self._accelerator, self._pool, pinned=False)
         return await self._gpu.to_device(obj, device, stream)

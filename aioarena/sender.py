@@ -127,6 +127,7 @@ class Sender(Endpoint):
         self._stall_after = stall_after
         self._linger = linger
         self._nonce = nonce
+        sweep(SHM)  # whatever our backing, and before we look at what is free there
         require_memory(layout.control_bytes + layout.arena_bytes, on_shm=backing == "shm")
         self._control = self._make_segment(backing, "control", layout.control_bytes)
         self._control.reserve(layout.control_bytes)
@@ -164,7 +165,6 @@ class Sender(Endpoint):
     def _make_segment(self, backing: str, kind: str, nbytes: int) -> Segment:
         if backing == "memfd":
             return Segment.memfd(f"aioarena-{self._name}-{kind}"[:200], nbytes)
-        sweep(SHM)
         return Segment.shm(kind, nbytes)
 
     # Life cycle ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One sender and two readers: a tensor of 64 MB and some small steps.
 
 Run it:     python examples/quickstart.py
-Expect:     a line from each reader for each step, and "done" at the end. No GPU needed, takes a few seconds.
+Expect:     a line from each reader for each step, and their exit codes at the end. No GPU needed, takes a few seconds.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ async def main() -> None:
         await channel.send({"step": 2})
     for process in workers:
         await asyncio.to_thread(process.join)
-    print("done")
+    print(f"done, the readers' exit codes are {[process.exitcode for process in workers]}")
 
 
 if __name__ == "__main__":

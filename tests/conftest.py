@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import uvloop
 import zmq
 
 from aioarena import ArenaConfig, Receiver, Sender
 from aioarena._core.sender import SenderCore
+
+# Torch's threads spin for work, and the tests' tensors are small: on two cores they would only be in the way.
+torch.set_num_threads(1)
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 LOOPS: dict[str, LoopFactory] = {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}

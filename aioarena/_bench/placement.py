@@ -180,7 +180,7 @@ class _Comparison:
             left -= count
 
 
-async def _compare(team: Team, nbytes: int, ways: Sequence[_Way], batches: int) -> list[_Cost]:
+async def _compare(team: Team, nbytes: int, ways: Sequence[_Way], options: PlacementOptions) -> list[_Cost]:
     """What a message with one buffer costs over each of several channels."""
     async with contextlib.AsyncExitStack() as stack:
         channels = [
@@ -196,10 +196,10 @@ async def _compare(team: Team, nbytes: int, ways: Sequence[_Way], batches: int) 
         for index, way in enumerate(ways):
             if way.held:
                 await comparison.batch(index, way.held, keep=True)
-            if way.inline:
+            if way.inline and not options.quick:
                 await comparison.warm_up(index, way.ring_bytes(nbytes))
         costs: list[list[_Cost]] = [[] for _ in ways]
-        for turn in range(batches + 2):
+        for turn in range(options.batches + 2):
             for index in range(len(ways)):
                 cost = await comparison.batch(index, _BATCH)
                 if turn >= 2:  # the first ones warm up
@@ -221,7 +221,7 @@ async def _measure_sizes(options: PlacementOptions, team: Team, progress: Progre
     )
     for nbytes in _SIZES[::6] if options.quick else _SIZES:
         progress.say("which buffers belong in the arena", show_size(nbytes))
-        costs = await _compare(team, nbytes, [_Way(_NEVER), _Way(_ALWAYS)], options.batches)
+        costs = await _compare(team, nbytes, [_Way(_NEVER), _Way(_ALWAYS)], options)
         section.rows.append(
             [show_size(nbytes)]
             + [show_micros(getattr(cost, part)) for cost in costs for part in _PARTS]
@@ -268,10 +268,10 @@ async def _measure_slots(options: PlacementOptions, team: Team, progress: Progre
     costs = []
     for nbytes in _SLOT_BUFFERS:
         progress.say("how large a slot should be", show_size(nbytes))
-        costs.append(await _compare(team, nbytes, ways, options.batches))
+        costs.append(await _compare(team, nbytes, ways, options))
     progress.say("how large a slot should be", f"{names[0]}, others held")
     holding = [_Way(_ALWAYS, way.slot_bytes, min(_HELD, way.arena.slots // 2)) for way in ways]
-    costs.append(await _compare(team, _SLOT_BUFFERS[0], holding, options.batches))
+    costs.append(await _compare(team, _SLOT_BUFFERS[0], holding, options))
     for index, way in enumerate(holding):
         slots, slot_bytes = way.arena.slots, way.slot_bytes
         senders = [cost[index].sender for cost in costs]

@@ -51,7 +51,7 @@ def message() -> dict[str, Any]:
     """What an engine tells its workers each step; 200 bytes as a pickle."""
     return {
         "step": 1234,
-        "request_ids": ["cmpl-7f3a9c", "cmpl-81d20e"],
+        "request_ids": ["cmpl-7f3a9c42b", "cmpl-81d20e67f1"],
         "token_ids": [15496, 11, 995, 0, 770, 318],
         "positions": [511, 2047],
         "block_tables": [[17, 18, 19], [44, 45, 46, 47]],

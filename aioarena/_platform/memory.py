@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from aioarena._platform.process import ProcessIdentity, own_pid_namespace, start_ticks
+from aioarena._platform.process import ProcessIdentity, own_pid_namespace
 from aioarena.exceptions import HandleError, NoSpaceError
 
 SHM_DIRECTORY = Path("/dev/shm")
@@ -59,7 +59,7 @@ def sweep(directory: Path) -> list[str]:
             with contextlib.suppress(OSError):
                 if entry.stat(follow_symlinks=False).st_uid != os.getuid():
                     continue
-                if start_ticks(int(match["pid"])) == int(match["start"]):
+                if ProcessIdentity(int(match["pid"]), int(match["start"]), namespace).alive:
                     continue
                 os.unlink(entry.path)
                 removed.append(entry.name)
@@ -123,6 +123,15 @@ class Mapping:
 # it once. The lock guards attach only, never a finalizer.
 _attached: weakref.WeakValueDictionary[tuple[int, int], Mapping] = weakref.WeakValueDictionary()
 _attach_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _attach_lock
+    _attach_lock = threading.Lock()
+
+
+# A thread of the parent may hold it while another forks, and would never let it go in the child.
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Segment:

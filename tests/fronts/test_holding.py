@@ -31,7 +31,7 @@ def floats(value: float) -> torch.Tensor:
     return torch.full((COUNT,), float(value))
 
 
-# Every form of holding a storage ------------------------------------------------------------------------------------------
+# Every form of holding a storage --------------------------------------------------------------------------------------
 
 
 class SavedForBackward:
@@ -343,7 +343,7 @@ async def test_what_is_kept_for_a_thousand_messages_never_changes(open_channel: 
         assert channel.slots_used == 0
 
 
-# A reader that hoards -------------------------------------------------------------------------------------------------------
+# A reader that hoards -------------------------------------------------------------------------------------------------
 
 
 async def test_a_hoarder_holds_nobody_up(open_channel: OpenChannel) -> None:
@@ -393,7 +393,7 @@ async def test_a_free_slot_between_held_ones_is_used(open_channel: OpenChannel) 
         assert [int(tensor[0]) for tensor in (*held, ninth, eighth)] == [0, 2, 3, 9, 8]
 
 
-# Finalizers, wherever they run ----------------------------------------------------------------------------------------------
+# Finalizers, wherever they run ----------------------------------------------------------------------------------------
 
 
 async def test_dropping_in_a_foreign_thread_frees_the_slot(open_channel: OpenChannel) -> None:
@@ -495,7 +495,7 @@ def test_dropping_after_close_is_safe(new_loop: LoopFactory, open_channel: OpenC
     assert shows(kept, 7)
 
 
-# The library holds nothing --------------------------------------------------------------------------------------------------
+# The library holds nothing --------------------------------------------------------------------------------------------
 
 
 class Traced:
@@ -605,7 +605,7 @@ async def test_the_sender_holds_nothing_of_what_it_sent(open_channel: OpenChanne
             assert channel.slots_used == 0
 
 
-# What was received is an ordinary object -------------------------------------------------------------------------------------
+# What was received is an ordinary object ------------------------------------------------------------------------------
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda obj: pickle.loads(pickle.dumps(obj, 5)),

@@ -20,7 +20,7 @@ from aioarena import (
     Receiver,
     Sender,
 )
-from tests.conftest import ARENA, RING_BYTES, LoopFactory, OpenChannel
+from tests.conftest import ARENA, RING_BYTES, Channel, LoopFactory, OpenChannel
 from tests.fronts.support import PATIENCE, cancelled, fill_ring, filled, no_collector, parked, shows, turns, until
 
 SMALL_CHANNEL: dict[str, Any] = {"arena": ARENA, "ring_bytes": RING_BYTES}
@@ -52,7 +52,7 @@ async def test_start_and_close_by_hand() -> None:
 async def test_what_is_not_started_says_how_to(end: str) -> None:
     sender = Sender(1, **SMALL_CHANNEL)
     receiver = Receiver(sender.handle, 0)
-    message = "not started: use `async with`, or `await start\\(\\)` first"
+    message = r"not started: use `async with`, or `await start\(\)` first"
     if end == "sender":
         for call in (sender.send(1), sender.wait_ready(), sender.enqueue(1)):
             with pytest.raises(ClosedError, match=message):
@@ -133,7 +133,7 @@ async def test_starting_at_a_sender_that_closed() -> None:
     await sender.start()
     await sender.aclose()
     receiver = Receiver(sender.handle, 0)
-    with pytest.raises((HandleError, EndOfChannel), match="closed|sender is gone"):
+    with pytest.raises((HandleError, EndOfChannel), match=r"closed|sender is gone"):
         await receiver.start()
     await receiver.aclose()
 
@@ -242,10 +242,17 @@ async def test_calls_after_close_fail_at_once(open_channel: OpenChannel) -> None
 
 
 async def test_an_error_in_the_block_closes_and_comes_out(open_channel: OpenChannel) -> None:
-    with pytest.raises(ZeroDivisionError):
+    channels: list[Channel] = []
+
+    async def fail() -> None:
         async with open_channel() as channel:
+            channels.append(channel)
             await channel.sender.send(filled(1))
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    (channel,) = channels
     assert "closed" in repr(channel.sender)
     assert "closed" in repr(channel.receiver)
 
@@ -465,10 +472,10 @@ def test_forgetting_to_close_warns_and_releases(new_loop: LoopFactory, end: str)
         return sender, receiver
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        kept = runner.run(forget())
+        kept = [runner.run(forget())]
     what = {"sender": "this Sender", "receiver": "reader 0"}[end]
+    kept.clear()
     with pytest.warns(ResourceWarning, match=f"^{what} of channel 'forgotten' was never closed"):
-        del kept
         gc.collect()
 
 

@@ -167,7 +167,7 @@ async def test_a_large_tensor_requiring_grad_goes_through_the_arena(open_channel
         assert channel.sender.statistics().arena_bytes >= 400_000
 
 
-# Every dtype, at every size, on every path -------------------------------------------------------------------------------
+# Every dtype, at every size, on every path ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arena", [True, False])
@@ -230,7 +230,7 @@ async def test_a_message_of_empty_tensors(open_channel: OpenChannel) -> None:
         assert (first.shape, second.shape, third.shape) == ((0,), (2, 0), (0,))
 
 
-# Order -----------------------------------------------------------------------------------------------------------------
+# Order ----------------------------------------------------------------------------------------------------------------
 
 
 def numbered(number: int, size: int) -> tuple[int, torch.Tensor]:
@@ -339,7 +339,7 @@ async def test_one_send_does_not_overtake_a_larger_one(open_channel: OpenChannel
         assert await channel.receiver.recv() == "small"
 
 
-# Sizes that are too large for something ----------------------------------------------------------------------------------
+# Sizes that are too large for something -------------------------------------------------------------------------------
 
 
 async def test_a_buffer_larger_than_a_slot_takes_several(open_channel: OpenChannel) -> None:
@@ -393,7 +393,7 @@ async def test_min_bytes_larger_than_the_ring(open_channel: OpenChannel) -> None
         assert text == "text" * 100_000
 
 
-# Counters ----------------------------------------------------------------------------------------------------------------
+# Counters -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -523,7 +523,7 @@ async def test_wakeups_are_counted_and_few(open_channel: OpenChannel) -> None:
         assert await waiting == 0
 
 
-# The log of fallbacks ----------------------------------------------------------------------------------------------------
+# The log of fallbacks -------------------------------------------------------------------------------------------------
 
 
 async def test_the_log_names_who_fills_the_arena(open_channel: OpenChannel, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import aioarena
-from aioarena._release import LONGEST_POLL
+from aioarena._release import LONGEST_POLL, SpanLedger
 from tests.gpu_seam.channel import NBYTES, SLOTS, channel, frames, in_arena, pass_on, tensor
 from tests.gpu_seam.fake import FakeEvent, FakeGpu
 from tests.gpu_seam.loops import a_while, both_loops, until
@@ -282,14 +282,23 @@ async def test_nothing_is_recorded_while_a_graph_is_captured(gpu: FakeGpu, named
 
 
 @both_loops
-async def test_polling_runs_only_while_something_is_pending(gpu: FakeGpu) -> None:
+async def test_polling_runs_only_while_something_is_pending(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fast at first, then backing off, and not at all when there is nothing to wait for, held tensors or not."""
     busy = gpu.default_streams[0]
+    turns = 0
+    pump = SpanLedger.pump
+
+    def counted(ledger: SpanLedger) -> bool:
+        nonlocal turns
+        turns += 1
+        return pump(ledger)
+
+    monkeypatch.setattr(SpanLedger, "pump", counted)
     async with pinned_channel(gpu) as (sender, receiver):
         kept = await pass_on(sender, receiver)
-        calls = len(gpu.calls)
+        calls, before = len(gpu.calls), turns
         await a_while(0.1)
-        assert len(gpu.calls) == calls, "nothing pending, nothing asked"
+        assert (len(gpu.calls), turns) == (calls, before), "nothing pending, nothing asked"
 
         busy.busy = True
         await pass_on(sender, receiver)
@@ -303,9 +312,9 @@ async def test_polling_runs_only_while_something_is_pending(gpu: FakeGpu) -> Non
         busy.finish()
         await until(lambda: receiver.statistics().spans_pending == 0)
 
-        calls = len(gpu.calls)
+        calls, before = len(gpu.calls), turns
         await a_while(0.1)
-        assert len(gpu.calls) == calls
+        assert (len(gpu.calls), turns) == (calls, before)
         del kept
 
 

@@ -25,6 +25,7 @@ def descriptors() -> list[str]:
 async def test_nothing_is_called_and_no_descriptor_opened(gpu: FakeGpu) -> None:
     """As long as nobody initialised CUDA: no pinning, no event, no eventfd, and slots come back at once."""
     async with channel() as (sender, receiver):
+        assert receiver._ledger is not None
         before = descriptors()
         for value in range(20):
             kept = await pass_on(sender, receiver, value)
@@ -35,6 +36,7 @@ async def test_nothing_is_called_and_no_descriptor_opened(gpu: FakeGpu) -> None:
             assert receiver.statistics().spans_held == 0
         assert frames(sender) == 0
         assert descriptors() == before
+        assert receiver._ledger._poke_fd < 0
         assert receiver.statistics().pinned == "no"
         kept = await pass_on(sender, receiver)
     assert gpu.calls == []

@@ -58,10 +58,10 @@ def farm(nursery: Nursery, no_leaks: None, tmpdir_for_sockets: Path) -> Iterator
         yield farm
     finally:
         pids = {os.getpid(), *(worker.pid for worker in farm.workers)}
-        killed = {worker.pid for worker in farm.workers if worker.killed or worker.alive}
+        untidy = {worker.pid for worker in farm.workers if worker.untidy or worker.alive}
         farm.dispose()
     left = leftovers(tmpdir_for_sockets, pids)
-    assert set(left.values()) <= killed, f"a process that was not killed left something behind: {left}"
+    assert set(left.values()) <= untidy, f"a process that closed its channels left something behind: {left}"
     if left:
         aioarena.Sender(1, arena=None)  # the next start of any sender removes it
         assert leftovers(tmpdir_for_sockets, pids) == {}

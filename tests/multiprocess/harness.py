@@ -132,6 +132,15 @@ def run_coroutine(coroutine: Any, loop_kind: str) -> Any:
     return asyncio.run(coroutine)
 
 
+def open_loop(loop_kind: str) -> asyncio.AbstractEventLoop:
+    """A new loop, for scripts that run one by hand."""
+    if loop_kind == "uvloop":
+        import uvloop
+
+        return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
+
+
 def _serve_spawned(connection: Connection, output: str) -> None:
     """Where a worker of multiprocessing starts."""
     fd = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -166,8 +175,8 @@ def nursery(fd: int) -> None:
             request = json.loads(message)
             os.environ.update(request["environ"])
             tempfile.tempdir = os.environ["TMPDIR"]
-            if request["own_group"]:
-                os.setpgid(0, 0)
+            if request["group"] is not None:
+                os.setpgid(0, request["group"])
             serve(Link(Connection(fds[0])))
             return  # out of the main program, as any interpreter ends
         for handed_on in fds:
@@ -192,7 +201,7 @@ class Worker:
         pid: Its process id.
         link: The pipe to it.
         exit_code: As ``subprocess`` counts, negative for a signal; None while it has not been waited for.
-        killed: Whether the test killed it.
+        untidy: Whether it was killed, or ended without closing: what it made may stay until the next start of a sender.
 
     Scripts that are coroutines run on a loop of the kind that the test runs on.
     """
@@ -200,7 +209,7 @@ class Worker:
     def __init__(self, link: Link, output: Any, reap: Callable[[], int | None] | None = None) -> None:
         self.link = link
         self.exit_code: int | None = None
-        self.killed = False
+        self.untidy = False
         self._output = output
         self._reap = reap if reap is not None else self._reap_by_pid
         self.pid = self._greet()
@@ -302,7 +311,7 @@ class Worker:
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is dead. It stays a zombie until :meth:`wait`, as with a busy parent."""
-        self.killed = True
+        self.untidy = True
         os.kill(self.pid, signal.SIGKILL)
         assert self._dead(PATIENCE), f"{self} survived SIGKILL"
 
@@ -353,29 +362,38 @@ class Farm:
         self._nursery = nursery
         self.workers: list[Worker] = []
 
-    def worker(self, kind: str = "fork", *, own_group: bool = False, environ: dict[str, str] | None = None) -> Worker:
-        """Start one worker."""
-        return self.several(1, kind, own_group=own_group, environ=environ)[0]
+    def worker(
+        self, kind: str = "fork", *, environ: dict[str, str] | None = None, group: int | None = None
+    ) -> Worker:
+        """Start one worker.
+
+        Args:
+            kind: ``fork``, ``subprocess`` or ``spawn``.
+            environ: Environment variables that differ from ours.
+            group: Process group to put it in, 0 for a new one; for ``fork`` only.
+        """
+        return self.several(1, kind, environ=environ, group=group)[0]
 
     def several(
-        self, count: int, kind: str = "fork", *, own_group: bool = False, environ: dict[str, str] | None = None
+        self, count: int, kind: str = "fork", *, environ: dict[str, str] | None = None, group: int | None = None
     ) -> list[Worker]:
         """Start workers side by side; those of fresh interpreters take seconds each."""
         environ = {"TMPDIR": str(self._tmpdir), **(environ or {})}
+        assert group is None or kind == "fork"
         start = {"fork": self._fork, "subprocess": self._subprocess, "spawn": self._spawn}[kind]
-        greetings = [start(environ, own_group) for _ in range(count)]
+        greetings = [start(environ, group) for _ in range(count)]
         workers = [greet() for greet in greetings]
         self.workers += workers
         return workers
 
-    def _fork(self, environ: dict[str, str], own_group: bool) -> Callable[[], Worker]:
+    def _fork(self, environ: dict[str, str], group: int | None) -> Callable[[], Worker]:
         link, theirs = link_pair()
         output = tempfile.TemporaryFile()
-        self._nursery.start(theirs, output, environ, own_group)
+        self._nursery.start(theirs, output, environ, group)
         theirs.close()
         return lambda: Worker(link, output)
 
-    def _subprocess(self, environ: dict[str, str], own_group: bool) -> Callable[[], Worker]:
+    def _subprocess(self, environ: dict[str, str], group: int | None) -> Callable[[], Worker]:
         link, theirs = link_pair()
         output = tempfile.TemporaryFile()
         process = subprocess.Popen(
@@ -385,13 +403,11 @@ class Farm:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            process_group=0 if own_group else None,
         )
         theirs.close()
         return lambda: Worker(link, output, process.wait)
 
-    def _spawn(self, environ: dict[str, str], own_group: bool) -> Callable[[], Worker]:
-        assert not own_group
+    def _spawn(self, environ: dict[str, str], group: int | None) -> Callable[[], Worker]:
         link, theirs = link_pair()
         output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed with the worker
         its_end = Connection(theirs.detach())
@@ -429,9 +445,9 @@ class Nursery:
         )
         theirs.close()
 
-    def start(self, pipe: socket.socket, output: Any, environ: dict[str, str], own_group: bool) -> None:
+    def start(self, pipe: socket.socket, output: Any, environ: dict[str, str], group: int | None) -> None:
         """Have a worker born, as a child of this process."""
-        request = json.dumps({"environ": environ, "own_group": own_group}).encode()
+        request = json.dumps({"environ": environ, "group": group}).encode()
         set_subreaper(True)  # orphans of our descendants come to us
         try:
             socket.send_fds(self._requests, [request], [pipe.fileno(), output.fileno()])

@@ -7,23 +7,38 @@ command after the other; the rest are scenes of one act.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
+import resource
 import signal
+import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
+import torch
 
 import aioarena
 from aioarena._core.layout import VERSION
 from aioarena._platform import wire as wire_module
 from aioarena._platform.process import ProcessIdentity
 from aioarena._platform.wire import ReceiverWire
-from tests.multiprocess.harness import Link, channel_maps, descriptors
+from tests.multiprocess.forking import (  # noqa: F401 - run by name
+    fork_before_the_start,
+    fork_while_a_thread_attaches,
+    forking_reader,
+    forking_sender,
+)
+from tests.multiprocess.harness import Link, channel_maps, descriptors, open_loop, run_coroutine
 from tests.multiprocess.messages import message, verify
+from tests.multiprocess.namespaces import as_nobody, may_unshare, with_own_pids, with_own_shm  # noqa: F401 - run by name
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -340,3 +355,177 @@ async def forget_a_sender(link: Link, **options: Any) -> str:
         await asyncio.to_thread(asyncio.run, send())
         gc.collect()
     return str([str(warning.message) for warning in caught])
+
+
+# Lifetime ----------------------------------------------------------------------------------------------------------------
+
+# What may be kept of a received tensor, each without its first element and with the first as a sum of its own.
+FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "slice": lambda tensor: tensor[1:],
+    "array": lambda tensor: tensor.numpy()[1:],
+    "memoryview": lambda tensor: memoryview(tensor.numpy())[1:],
+    "parameter": lambda tensor: torch.nn.Parameter(tensor.view(torch.int64)[1:].detach(), requires_grad=False),
+}
+
+
+def outlive(link: Link, handle: aioarena.Handle, way: str, form: str, loop_kind: str) -> int:
+    """Keep a form of a received tensor while what it came through goes: what was mapped, open and the sum of it."""
+    run_coroutine(asyncio.sleep(0), loop_kind)  # uvloop keeps a pipe of its first loop
+    torch.arange(3).sum()
+    before = resources()
+    kept = run_coroutine(_receive_and_keep(link, handle, way, form), loop_kind)
+    gc.collect()
+    total = int(np.asarray(kept.detach() if isinstance(kept, torch.Tensor) else kept).sum())
+    maps = channel_maps()
+    del kept
+    link.put(total, maps, resources(), before)
+    link.get()
+    return total
+
+
+async def _receive_and_keep(link: Link, handle: aioarena.Handle, way: str, form: str) -> Any:
+    chan = aioarena.Receiver(handle, 0)
+    await chan.start()
+    link.put("joined")
+    kept = FORMS[form](await chan.recv())
+    link.put("received")
+    link.get()
+    match way:
+        case "closed":
+            await chan.aclose()
+        case "never closed":
+            del chan
+            gc.collect()
+        case "returned":
+            async with contextlib.aclosing(chan):
+                return kept
+        case "sender closed" | "sender killed" | "sender gone":
+            with contextlib.suppress(aioarena.EndOfChannel, aioarena.SenderLostError):
+                await chan.recv()
+            await chan.aclose()
+        case other:
+            raise ValueError(other)
+    return kept
+
+
+async def follow(link: Link, files: int) -> str:
+    """Read one channel after the other, with no more than so many open files."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    while (handle := await link.aget()) is not None:
+        async with aioarena.Receiver(handle, 0) as chan:
+            link.put("joined")
+            await link.aget()
+            total = 0
+            for _ in range(3):
+                total += sum(int(tensor.sum()) for tensor in await chan.recv())
+            link.put(total)
+            try:
+                await chan.recv()
+            except aioarena.ArenaError as error:
+                link.put(type(error).__name__)
+        del handle, chan
+        await asyncio.sleep(0)  # what it had handed to the loop to be called
+        link.put(resources())
+    return "done"
+
+
+async def send_generations(link: Link, count: int, **options: Any) -> str:
+    """Send over one channel after the other."""
+    for _ in range(count):
+        async with aioarena.Sender(1, on_reader_lost="continue", **options) as chan:
+            link.put(chan.handle)
+            for number, kind in enumerate(["arena", "frame", "mixed"]):
+                await chan.send(message(kind, number))
+            await link.aget()
+        del chan
+        await asyncio.sleep(0)  # what it had handed to the loop to be called
+        link.put(resources())
+    return "done"
+
+
+async def keep_many(link: Link, handle: aioarena.Handle, files: int) -> Any:
+    """Keep a message of many tensors: descriptors before, while and after it is kept, and the sum of all."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    async with aioarena.Receiver(handle, 0) as chan:
+        link.put("joined")
+        before = descriptors()
+        kept = await chan.recv()
+        during = descriptors()
+        total = sum(int(tensor.sum()) for tensor in kept)
+        del kept
+        return before, during, total, descriptors()
+
+
+# The end of a program ----------------------------------------------------------------------------------------------------
+
+_kept: list[Any] = []
+
+
+class _Cycle:
+    def __init__(self, contents: Any) -> None:
+        self.itself = self
+        self.contents = contents
+
+
+def _leak(contents: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(contents))
+
+
+# Where a program may still refer to things when it ends; they are taken down at different times, or never.
+PLACES: dict[str, Callable[[Any], object]] = {
+    "nowhere": lambda contents: None,
+    "module": _kept.append,
+    "builtins": lambda contents: setattr(builtins, "kept_by_a_test", contents),
+    "cycle": lambda contents: _kept.append(_Cycle(contents)),
+    "thread": lambda contents: setattr(threading.local(), "kept", contents),
+    "sys": lambda contents: setattr(sys, "kept_by_a_test", contents),
+    "leaked": _leak,
+}
+
+
+def leave_a_reader_open(link: Link, handle: aioarena.Handle, place: str, loop_kind: str) -> list[int]:
+    """Receive, and leave receiver, messages and loop as they are."""
+    loop = open_loop(loop_kind)
+    chan = aioarena.Receiver(handle, 0)
+    loop.run_until_complete(chan.start())
+    link.put("joined")
+    received = [loop.run_until_complete(chan.recv()) for _ in range(7)]
+    PLACES[place]([loop, chan, received])
+    return [verify(one) for one in received]
+
+
+def leave_a_sender_open(link: Link, place: str, loop_kind: str, **options: Any) -> str:
+    """Send, with frames that have not left, and leave sender and loop as they are."""
+    loop = open_loop(loop_kind)
+    chan = aioarena.Sender(1, **options)
+    loop.run_until_complete(chan.start())
+    link.put(chan.handle)
+    loop.run_until_complete(chan.wait_ready())
+    link.get()
+    for kind, number in [("small", 0), ("arena", 1), ("frame", 2)]:
+        loop.run_until_complete(chan.send(message(kind, number)))
+    PLACES[place]([loop, chan])
+    return "sent"
+
+
+def make_and_forget(link: Link, backing: Any) -> str:
+    """Make both ends, start neither."""
+    sender = aioarena.Sender(1, backing=backing, arena=None)
+    _kept.extend([sender, aioarena.Receiver(sender.handle, 0), aioarena.Sender(1, arena=None)])
+    return "made"
+
+
+def identity(link: Link) -> ProcessIdentity:
+    """Who this process is."""
+    return ProcessIdentity.current()
+
+
+async def start_and_close_many(link: Link, count: int) -> int:
+    """Open channels in /dev/shm, send over each to a reader of this process, and close them: how many worked."""
+    received = 0
+    for number in range(count):
+        async with aioarena.Sender(1, backing="shm", arena=None, ring_bytes=1 << 16) as chan:
+            async with aioarena.Receiver(chan.handle, 0) as reader:
+                await chan.send(number)
+                received += await reader.recv() == number
+    return received

@@ -215,7 +215,9 @@ async def test_chaos(tmp_path: Path) -> None:
             assert statistics.slots_used == 0
             assert statistics.frames_pending == 0
             assert chan._core.arena.claimed_spans == 0
-            print(f"soak: {len(chaos.returned)} sent, {len(chaos.cancelled)} given up, {len(chaos.retired)} readers replaced")
+            print(
+                f"soak: {len(chaos.returned)} sent, {len(chaos.cancelled)} given up, {len(chaos.retired)} readers replaced"
+            )
             print(f"soak: {statistics}")
         finally:
             for reader in [*chaos.readers.values(), *chaos.retired]:

@@ -1,0 +1,153 @@
+"""A wake-up is a hint: lost, late, doubled or made up, it neither loses, repeats nor reorders a message."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioarena._platform.wire import ReceiverWire, SenderWire
+from tests.conftest import OpenChannel
+from tests.fronts.support import PATIENCE, fill_ring, filled, parked, shows, turns, until
+
+Wake = Callable[[Any], None]
+
+
+def dropped(wake: Wake) -> Wake:
+    return lambda wire: None
+
+
+def doubled(wake: Wake) -> Wake:
+    def twice(wire: Any) -> None:
+        wake(wire)
+        wake(wire)
+
+    return twice
+
+
+def late(wake: Wake) -> Wake:
+    """Each goes out when the next one should have."""
+    owed: list[Any] = []
+
+    def later(wire: Any) -> None:
+        if owed:
+            wake(owed.pop())
+        owed.append(wire)
+
+    return later
+
+
+SABOTAGE: dict[str, Callable[[Wake], Wake]] = {"dropped": dropped, "doubled": doubled, "late": late}
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a lost wake-up costs, a second, is too long for a test."""
+    monkeypatch.setattr("aioarena._asyncio.TICK", 0.005)
+
+
+@pytest.mark.parametrize("how", SABOTAGE)
+async def test_messages_arrive_whatever_becomes_of_wake_ups(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """With pauses of many lengths, so that readers are parked, about to park, or busy."""
+    pick = random.Random(4)
+    async with open_channel(2) as channel, asyncio.timeout(PATIENCE):
+        monkeypatch.setattr(SenderWire, "wake", SABOTAGE[how](SenderWire.wake))
+
+        async def read(receiver: Any) -> list[int]:
+            return [(await receiver.recv())[0] for _ in range(60)]
+
+        reading = [asyncio.create_task(read(receiver)) for receiver in channel.receivers]
+        for number in range(60):
+            await turns(pick.choice([0, 1, 2, 5, 50]))
+            if number % 10 == 0:
+                await until(lambda: all(r._core._words[r._core.layout.parked + r.rank] for r in channel.receivers))
+            await channel.sender.send((number, filled(1, pick.choice([10, 100_000, 5 << 20]))))
+        assert await asyncio.gather(*reading) == [list(range(60))] * 2
+
+
+@pytest.mark.parametrize("how", SABOTAGE)
+async def test_a_sender_that_waits_goes_on_whatever_becomes_of_wake_ups(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        monkeypatch.setattr(ReceiverWire, "wake", SABOTAGE[how](ReceiverWire.wake))
+        for _ in range(5):
+            count = fill_ring(channel.sender)
+            held_up = asyncio.create_task(channel.sender.send(b"y" * 4000))
+            await turns(3)  # it waits
+            assert not held_up.done()
+            for _ in range(count):
+                await channel.receiver.recv()
+            await held_up
+            assert await channel.receiver.recv() == b"y" * 4000
+
+
+async def test_the_senders_close_is_seen_without_a_wake_up(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        receiving = asyncio.create_task(channel.receiver.recv())
+        await parked(channel.receiver)
+        monkeypatch.setattr(SenderWire, "wake", lambda wire: None)
+        await channel.sender.aclose()
+        with pytest.raises(Exception, match="received all of it"):
+            await receiving
+
+
+async def test_wake_ups_without_a_message_are_no_message(open_channel: OpenChannel) -> None:
+    async with open_channel() as channel:
+        receiving = asyncio.create_task(channel.receiver.recv())
+        for _ in range(50):
+            await parked(channel.receiver)
+            channel.sender._wire.wake()  # type: ignore[union-attr]
+            channel.receiver._wire.wake()  # type: ignore[union-attr]
+            await turns(2)  # they arrive, or not yet
+        assert not receiving.done()
+        await channel.sender.send("here")
+        assert await receiving == "here"
+        assert channel.receiver.statistics().messages == 1
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "while others look"])
+async def test_bursts_and_silence(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    """The descriptor of a ZMQ socket is edge-triggered: nothing may wait on it that was there already.
+
+    With the slow timer off: a message that arrives only because somebody looked again is a failure here.
+    """
+    monkeypatch.setattr("aioarena._asyncio.TICK", 1000.0)
+    pick = random.Random(6)
+    async with open_channel(arena=None) as there, open_channel() as back, asyncio.timeout(PATIENCE):
+
+        async def look() -> None:
+            while True:
+                for end in (there.sender, there.receiver, back.sender, back.receiver):
+                    end.statistics()
+                await asyncio.sleep(0)  # as often as the loop turns
+
+        async def answer() -> None:
+            while True:
+                count = await there.receiver.recv()
+                for number in range(count):
+                    got, tensor = await there.receiver.recv()
+                    assert got == number
+                    assert shows(tensor, number)
+                    await turns(pick.randrange(3))  # other work
+                await back.sender.send(count)
+
+        tasks = [asyncio.create_task(answer())]
+        if busy:
+            tasks.append(asyncio.create_task(look()))
+        for _ in range(60):
+            count = pick.randrange(1, 30)
+            await there.sender.send(count)
+            for number in range(count):
+                await there.sender.send((number, filled(number, pick.choice([10, 10, 10, 20_000, 100_000]))))
+            assert await back.receiver.recv() == count
+        for task in tasks:
+            task.cancel()
+            await asyncio.wait([task])

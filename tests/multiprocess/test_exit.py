@@ -1,0 +1,117 @@
+"""However a program ends, with whatever still open and referenced from wherever: quickly, with its own exit code, silently."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.multiprocess.harness import Farm, Worker, eventually, timed
+from tests.multiprocess.messages import CHANNEL, numbered
+from tests.multiprocess.scripts import PLACES
+
+ROLES = ["sender", "reader"]
+PLACES_AND_LOOPS = pytest.mark.parametrize(
+    ("place", "loop_kind"), [*((place, "asyncio") for place in PLACES), ("nowhere", "uvloop"), ("module", "uvloop")]
+)
+# Without an arena a tensor travels as a frame, and there is no log line that says so.
+FRAMES = {**CHANNEL, "arena": None}
+
+
+def assert_ends(worker: Worker) -> None:
+    worker.untidy = True
+    with timed():
+        assert worker.finish() == 0
+    assert worker.output == ""
+
+
+@PLACES_AND_LOOPS
+def test_a_program_that_ends_with_a_reader_open(farm: Farm, place: str, loop_kind: str) -> None:
+    """A reader with tensors alive, neither closed nor dropped: the exit is quick and silent, and the sender learns of it."""
+    sender, reader = farm.several(2)
+    sender.start("sender", 1, on_reader_lost="continue", loop_kind=loop_kind, **CHANNEL)
+    reader.start("leave_a_reader_open", sender.get(), place, loop_kind)
+    assert reader.get() == "joined"
+    sender.ask("send", numbered(7))
+    assert reader.result() == list(range(7))
+    assert_ends(reader)
+    eventually(lambda: sender.ask("statistics").readers[0].state == "lost", "the sender does not notice")
+    statistics = sender.ask("statistics")
+    assert statistics.slots_used == 0
+
+
+@PLACES_AND_LOOPS
+def test_a_program_that_ends_with_a_sender_open(farm: Farm, place: str, loop_kind: str) -> None:
+    """A sender with frames still under way to a stopped reader: the same, and the reader sees it as lost."""
+    sender, reader = farm.several(2)
+    sender.start("leave_a_sender_open", place, loop_kind, **FRAMES)
+    reader.start("reader", sender.get(), 0, loop_kind=loop_kind)
+    assert reader.get() == "joined"
+    reader.stop()
+    sender.put("go on")
+    assert sender.result() == "sent"
+    assert_ends(sender)
+    reader.resume()
+    numbers, error, _ = reader.ask("drain")
+    assert (numbers, error["type"]) == ([0, 1], "SenderLostError")
+
+
+@pytest.mark.parametrize(("role", "kind"), [("reader", "subprocess"), ("sender", "spawn")])
+def test_a_fresh_interpreter_that_ends_with_an_end_open(farm: Farm, kind: str, role: str) -> None:
+    """The same in interpreters that share nothing with this one."""
+    ends = dict(zip(ROLES, (farm.worker(), farm.worker(kind)) if role == "reader" else (farm.worker(kind), farm.worker())))
+    if role == "reader":
+        ends["sender"].start("sender", 1, on_reader_lost="continue", **CHANNEL)
+        ends["reader"].start("leave_a_reader_open", ends["sender"].get(), "module", "asyncio")
+        assert ends["reader"].get() == "joined"
+        ends["sender"].ask("send", numbered(7))
+        assert ends["reader"].result() == list(range(7))
+    else:
+        ends["sender"].start("leave_a_sender_open", "module", "asyncio", **FRAMES)
+        ends["reader"].start("reader", ends["sender"].get(), 0)
+        assert ends["reader"].get() == "joined"
+        ends["sender"].put("go on")
+        assert ends["sender"].result() == "sent"
+    assert_ends(ends[role])
+
+
+def test_never_started_ends(farm: Farm) -> None:
+    """Ends that were made and never started need no closing."""
+    for backing in ("memfd", "shm"):
+        worker = farm.worker()
+        assert worker.call("make_and_forget", backing) == "made"
+        assert_ends(worker)
+
+
+@pytest.mark.parametrize("loop_kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("role", ROLES)
+def test_ctrl_c(farm: Farm, role: str, loop_kind: str) -> None:
+    """SIGINT while an end waits ends the program at once, and the channel in good order."""
+    sender, reader = farm.several(2)
+    sender.start("sender", 1, loop_kind=loop_kind, **CHANNEL)
+    reader.start("reader", sender.get(), 0, loop_kind=loop_kind)
+    assert reader.get() == "joined"
+    if role == "sender":
+        reader.put("block")
+        assert reader.get() == "blocked"
+        sender.put("send until waiting", "inline")
+        assert sender.get() == "waiting"
+        interrupted = sender
+    else:
+        reader.put("drain")
+        sender.ask("send", numbered(7))
+        interrupted = reader
+    os.kill(interrupted.pid, signal.SIGINT)
+    with timed():
+        assert interrupted.wait() == -signal.SIGINT
+    assert "KeyboardInterrupt" in interrupted.output
+    assert "Exception ignored" not in interrupted.output
+    if role == "sender":
+        reader.put("go on")
+        assert reader.get() == "going on"
+        numbers, error, _ = reader.ask("drain")
+        assert (numbers, error["type"]) == (list(range(len(numbers))), "EndOfChannel")
+        assert len(numbers) > 1
+    else:
+        assert sender.ask("statistics").readers[0].state == "left"
