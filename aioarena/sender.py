@@ -129,9 +129,14 @@ class Sender(Endpoint):
         self._nonce = nonce
         sweep(SHM)  # whatever our backing, and before we look at what is free there
         require_memory(layout.control_bytes + layout.arena_bytes, on_shm=backing == "shm")
+        self._address = new_address()
         self._control = self._make_segment(backing, "control", layout.control_bytes)
-        self._control.reserve(layout.control_bytes)
-        self._arena = self._make_segment(backing, "arena", layout.arena_bytes) if arena else None
+        try:
+            self._control.reserve(layout.control_bytes)
+            self._arena = self._make_segment(backing, "arena", layout.arena_bytes) if arena else None
+        except BaseException:
+            self._control.close()  # at once: this object is in a cycle, and is collected some time later
+            raise
         layout.format(self._control.mapping.view[: layout.ring_offset].cast("Q"), nonce)
         self._core = SenderCore(
             self._control.mapping.view,
@@ -139,7 +144,6 @@ class Sender(Endpoint):
             min_bytes=arena.min_bytes if arena else DEFAULT_MIN_BYTES,
             frame_budget=frame_budget,
         )
-        self._address = new_address()
         self.handle = Handle(
             name=self._name,
             readers=readers,

@@ -253,6 +253,10 @@ def attach(ref: SegmentRef) -> Mapping:
         return mapping
 
 
+# What opening says of things that a descriptor's number may mean once the segment is closed: sockets, directories ...
+_OPENS_NO_SEGMENT = (errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EROFS, errno.ETXTBSY)
+
+
 def _open(ref: SegmentRef) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC
     fd = -1
@@ -261,10 +265,16 @@ def _open(ref: SegmentRef) -> int:
             fd = os.open(path, flags)
         except FileNotFoundError:
             continue
-        problem = _mismatch(fd, ref)
-        if problem is None:
-            return fd
-        os.close(fd)
+        except OSError as error:
+            if error.errno not in _OPENS_NO_SEGMENT:
+                raise
+            problem: tuple[str, object, object] = "type", "a memory file", error.strerror
+        else:
+            found = _mismatch(fd, ref)
+            if found is None:
+                return fd
+            os.close(fd)
+            problem = found
         raise HandleError(
             f"{path} is not the segment the handle names: {problem[0]} is {problem[2]}, expected {problem[1]}; the "
             "sender is gone or runs in another container, make a new handle",

@@ -35,10 +35,10 @@ class ProcessIdentity:
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        pid = os.getpid()
-        ticks = start_ticks(pid)
-        assert ticks is not None, "/proc has no entry for this process"
-        return cls(pid, ticks, own_pid_namespace())
+        # Not by the pid: the /proc mounted here may be of another pid namespace, where it means somebody else or nobody.
+        ticks = start_ticks("self")
+        assert ticks is not None, "/proc is not mounted"
+        return cls(os.getpid(), ticks, own_pid_namespace())
 
     @property
     def visible(self) -> bool:
@@ -76,7 +76,7 @@ def own_pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _stat_fields(pid: int) -> list[str] | None:
+def _stat_fields(pid: int | str) -> list[str] | None:
     with contextlib.suppress(OSError):
         # The command name in field 2 may hold spaces and parentheses, so split after its last one.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -84,7 +84,7 @@ def _stat_fields(pid: int) -> list[str] | None:
     return None
 
 
-def start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int | str) -> int | None:
     """Start time of a process in clock ticks since boot, None if there is none with that pid."""
     fields = _stat_fields(pid)
     return int(fields[19]) if fields else None

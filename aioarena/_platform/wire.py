@@ -95,17 +95,24 @@ _context = _Context()
 def runtime_directory() -> Path:
     """The private directory for sockets of this user: 0700, ours, not a link; swept of dead processes' sockets."""
     base = Path(tempfile.gettempdir())
-    if len(str(base)) > _MAX_SOCKET_PATH - 80:
+    if len(os.fsencode(base)) > _MAX_SOCKET_PATH - 80:
         base = Path("/tmp")
-    preferred = base / f"aioarena-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        preferred.mkdir(mode=0o700)
-    status = preferred.lstat()
-    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
-        sweep(preferred)
-        return preferred
-    # Somebody took the name, or opened it up: whatever that means, it must not stop us.
+    for name in _directory_names():
+        preferred = base / name
+        with contextlib.suppress(FileExistsError):
+            preferred.mkdir(mode=0o700)
+        status = preferred.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+            sweep(preferred)
+            return preferred
     return Path(tempfile.mkdtemp(prefix=f"aioarena-{os.getuid()}-", dir=base))
+
+
+def _directory_names() -> list[str]:
+    # Somebody may have taken the name, or opened it up: whatever that means, it must not stop us. The next names are as
+    # fixed as the first, so that directories do not pile up and later starts sweep them.
+    first = f"aioarena-{os.getuid()}"
+    return [first, *(f"{first}-{number}" for number in range(1, 10))]
 
 
 def new_address() -> str:
@@ -115,7 +122,7 @@ def new_address() -> str:
         ArenaError: The path is too long for a Unix socket.
     """
     path = str(runtime_directory() / owned_name("sock"))
-    if len(path) > _MAX_SOCKET_PATH:
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise ArenaError(f"socket path {path!r} is longer than {_MAX_SOCKET_PATH} bytes; set TMPDIR to a shorter one")
     return path
 
@@ -202,6 +209,9 @@ class SenderWire(_Wire):
         self.foreign = 0  # messages that no reader of this channel sent
         try:
             self.socket.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            super().close()
+            raise ArenaError(f"cannot bind the channel's socket {path}: {error.strerror}; make a new Sender") from error
         except BaseException:
             super().close()
             raise
@@ -221,7 +231,10 @@ class SenderWire(_Wire):
         events: list[Event] = []
         while self.readable():
             parts = self.socket.recv_multipart(zmq.NOBLOCK)
-            event = self._parse(parts[0]) if len(parts) == 1 else None
+            if len(parts) > 1:
+                self.foreign += 1
+                continue
+            event = self._parse(parts[0])
             if event is not None:
                 events.append(event)
         return events

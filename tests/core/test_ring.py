@@ -320,6 +320,16 @@ def test_threshold_asks_for_a_quarter_of_the_ring_more() -> None:
     assert ring.writer.threshold(16) == 24 + 32
 
 
+def test_threshold_counts_the_pad() -> None:
+    """The record behind the pad needs room for both."""
+    ring = Ring(128)
+    for nbytes in (32, 32, 24):
+        ring.put(body(0, nbytes))
+    assert ring.writer.head == 112
+    assert ring.writer.threshold(8) == 112 + 16 - 128 + 32
+    assert ring.writer.threshold(16) == 112 + 16 + 24 - 128 + 32
+
+
 def test_threshold_never_asks_for_more_than_everything() -> None:
     """Readers cannot pass the head."""
     ring = Ring(32)

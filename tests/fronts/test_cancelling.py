@@ -14,6 +14,7 @@ import torch
 
 from aioarena import EncodeError, Receiver, Sender, WouldBlock
 from aioarena._codec import MemorySource
+from aioarena._copying import default_threads
 from tests.conftest import ARENA, RING_BYTES, Channel, OpenChannel
 from tests.fronts.support import PATIENCE, cancelled, fill_ring, filled, in_arena, parked, shows, turns, until
 
@@ -214,10 +215,12 @@ class Gate:
         self.began = threading.Event()
         self.open = threading.Event()
         self.inside = 0
+        self.entered = 0
 
     def hold(self, step: Callable[[], object]) -> Callable[[], object]:
         def held_step() -> object:
             self.inside += 1
+            self.entered += 1
             self.began.set()
             try:
                 assert self.open.wait(PATIENCE)
@@ -264,6 +267,7 @@ async def test_a_send_cancelled_in_its_copy_ends_when_the_threads_let_go(
         await asyncio.wait([task])
         assert task.cancelled()
         assert gate.inside == 0
+        assert gate.entered <= sum(default_threads())
         tensor.fill_(2)
         await channel.sender.send(numbered(7, 100_000))
         await receives(channel.receiver, 7)

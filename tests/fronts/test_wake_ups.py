@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import select
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from aioarena._platform.wire import ReceiverWire, SenderWire
+from aioarena._platform.wire import ReceiverWire, SenderWire, _Wire
 from tests.conftest import OpenChannel
 from tests.fronts.support import PATIENCE, fill_ring, filled, parked, shows, turns, until
 
@@ -43,12 +44,13 @@ def late(wake: Wake) -> Wake:
 SABOTAGE: dict[str, Callable[[Wake], Wake]] = {"dropped": dropped, "doubled": doubled, "late": late}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a lost wake-up costs, a second, is too long for a test."""
     monkeypatch.setattr("aioarena._asyncio.TICK", 0.005)
 
 
+@pytest.mark.usefixtures("_looks_often")
 @pytest.mark.parametrize("how", SABOTAGE)
 async def test_messages_arrive_whatever_becomes_of_wake_ups(
     open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, how: str
@@ -70,6 +72,7 @@ async def test_messages_arrive_whatever_becomes_of_wake_ups(
         assert await asyncio.gather(*reading) == [list(range(60))] * 2
 
 
+@pytest.mark.usefixtures("_looks_often")
 @pytest.mark.parametrize("how", SABOTAGE)
 async def test_a_sender_that_waits_goes_on_whatever_becomes_of_wake_ups(
     open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, how: str
@@ -87,6 +90,7 @@ async def test_a_sender_that_waits_goes_on_whatever_becomes_of_wake_ups(
             assert await channel.receiver.recv() == b"y" * 4000
 
 
+@pytest.mark.usefixtures("_looks_often")
 async def test_the_senders_close_is_seen_without_a_wake_up(
     open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +101,54 @@ async def test_the_senders_close_is_seen_without_a_wake_up(
         await channel.sender.aclose()
         with pytest.raises(Exception, match="received all of it"):
             await receiving
+
+
+async def test_a_sender_that_waits_for_room_is_woken_by_the_slowest_reader(open_channel: OpenChannel) -> None:
+    """And by it alone, as soon as there is room."""
+    async with open_channel(2) as channel, asyncio.timeout(PATIENCE):
+        count = fill_ring(channel.sender)
+        held_up = asyncio.create_task(channel.sender.send("next"))
+        await turns(3)  # it waits
+        fast, slow = channel.receivers
+        for _ in range(count):
+            await fast.recv()
+        await turns(20)  # a wake-up would arrive by now
+        assert not held_up.done()
+        for _ in range(count // 2):
+            await slow.recv()
+        await held_up
+
+
+def arrived(wire: _Wire) -> None:
+    """Let a message arrive at a socket without turning the loop."""
+    assert select.select([wire.fd], [], [], PATIENCE)[0], "nothing arrived"
+
+
+async def test_a_message_that_arrives_while_the_sender_sends_is_seen(open_channel: OpenChannel) -> None:
+    """Sending eats the edge of the descriptor, which was all there was to tell the loop of it."""
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        count = fill_ring(channel.sender)
+        held_up = asyncio.create_task(channel.sender.send("next"))
+        await turns(3)  # it waits
+        for _ in range(count):
+            channel.receiver.recv_nowait()
+        wire = channel.sender._wire
+        assert wire is not None
+        arrived(wire)
+        channel.sender._send_wake()
+        await held_up
+
+
+async def test_a_message_that_arrives_while_the_receiver_sends_is_seen(open_channel: OpenChannel) -> None:
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        receiving = asyncio.create_task(channel.receiver.recv())
+        await parked(channel.receiver)
+        wire = channel.receiver._wire
+        assert wire is not None
+        channel.sender.send_nowait("here")
+        arrived(wire)
+        channel.receiver._wake_sender()
+        assert await receiving == "here"
 
 
 async def test_wake_ups_without_a_message_are_no_message(open_channel: OpenChannel) -> None:
@@ -114,12 +166,11 @@ async def test_wake_ups_without_a_message_are_no_message(open_channel: OpenChann
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "while others look"])
-async def test_bursts_and_silence(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+async def test_bursts_and_silence(open_channel: OpenChannel, busy: bool) -> None:
     """The descriptor of a ZMQ socket is edge-triggered: nothing may wait on it that was there already.
 
     With the slow timer off: a message that arrives only because somebody looked again is a failure here.
     """
-    monkeypatch.setattr("aioarena._asyncio.TICK", 1000.0)
     pick = random.Random(6)
     async with open_channel(arena=None) as there, open_channel() as back, asyncio.timeout(PATIENCE):
 

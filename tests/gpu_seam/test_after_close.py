@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import aioarena
+from aioarena._release import HeldSpan, SpanLedger
 from tests.gpu_seam.channel import channel, make_sender, pass_on
 from tests.gpu_seam.fake import FakeGpu
 from tests.gpu_seam.loops import a_while, both_loops, run_on, until
@@ -147,6 +148,55 @@ async def test_a_named_stream_gates_after_close_though_nothing_is_pinned(gpu: Fa
         side.finish()
         await until(lambda: free(sender))
         await until(lambda: not drainers())
+
+
+@both_loops
+async def test_what_waited_for_a_registration_that_failed_right_before_close(gpu: FakeGpu) -> None:
+    """The loop had no turn in between to see that nothing has to wait."""
+    gpu.initialize()
+    gpu.register_gate = threading.Event()
+    gpu.register_problem = "no"
+    async with make_sender() as sender:
+        async with aioarena.Receiver(sender.handle, 0) as receiver:
+            await pass_on(sender, receiver)
+            await until(lambda: receiver.statistics().spans_pending == 1)
+            gpu.register_gate.set()
+            while receiver.statistics().pinned == "pending":
+                time.sleep(0.001)
+        await until(lambda: free(sender))
+
+
+@both_loops
+async def test_released_while_the_thread_begins(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A span that need not wait, dropped in a thread during close, is not one that is waited for ever after."""
+    side = gpu.stream("side")
+    gpu.initialize()
+    closed, dropping = threading.Event(), threading.Event()
+    release = SpanLedger._release
+
+    def late(ledger: SpanLedger, held: HeldSpan) -> None:
+        if threading.current_thread().name == "dropper":
+            dropping.set()
+            assert closed.wait(30)
+        release(ledger, held)
+
+    monkeypatch.setattr(SpanLedger, "_release", late)
+    async with make_sender() as sender:
+        async with aioarena.Receiver(sender.handle, 0, pin="off") as receiver:
+            named = await pass_on(sender, receiver)
+            box = [await pass_on(sender, receiver)]
+            receiver.record_stream(named, side)
+            thread = threading.Thread(target=box.clear, name="dropper")
+            thread.start()
+            await until(dropping.is_set)
+        del named
+        await until(lambda: receiver.statistics().spans_held == 1)
+        await a_while()
+        assert len(drainers()) == 1
+        closed.set()
+        thread.join()
+        await until(lambda: not drainers())
+        assert free(sender)
 
 
 @both_loops

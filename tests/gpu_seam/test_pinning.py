@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 import aioarena
+from aioarena._platform import accelerator
+from aioarena._platform.memory import Pin, Segment
 from tests.gpu_seam.channel import SLOTS, channel, frames, make_sender, pass_on, tensor
 from tests.gpu_seam.fake import FakeGpu, is_mapped
 from tests.gpu_seam.loops import a_while, both_loops, until
@@ -354,8 +357,31 @@ async def test_a_forked_child_shares_no_registration(gpu: FakeGpu) -> None:
         await receiver.recv()
         assert await exit_code(child) == 0
         assert receiver.statistics().spans_held == 1
+        await until(lambda: sender.statistics().slots_used == 1)
+        await a_while()
+        assert sender.statistics().slots_used == 1, "what the child dropped is still held here"
         held.clear()
         await until(lambda: sender.statistics().slots_used == 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_mapping_that_ends_in_a_child_is_not_unregistered_there(gpu: FakeGpu) -> None:
+    """The child has the memory, but not the registration."""
+    gpu.initialize()
+    segment = Segment.memfd("pinned", 1 << 20)
+    assert accelerator.claim_pinning(segment.mapping)
+    accelerator.pin(gpu, segment.mapping, 0)
+    calls = len(gpu.calls)
+
+    def child() -> None:
+        assert segment.mapping.pin is Pin.NO
+        del segment.mapping
+        time.sleep(0.05)
+        assert len(gpu.calls) == calls
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork_into(child), 0)[1]) == 0
+    assert len(gpu.calls) == calls
+    del segment.mapping
 
 
 def fork_into(main: Callable[[], None]) -> int:

@@ -238,6 +238,28 @@ async def test_unpinned_streams_that_were_named_gate(gpu: FakeGpu) -> None:
 
 
 @both_loops
+async def test_record_stream_finds_what_starts_inside_of_a_span(gpu: FakeGpu) -> None:
+    """An array's slice as a tensor has a storage of its own, which need not even begin in the span's first slot."""
+    side = gpu.stream("side")
+    async with pinned_channel(gpu) as (sender, receiver):
+        side.busy = True
+        for start in (9, 2 * NBYTES + 1, 3 * NBYTES - 1):
+            gpu.events.clear()
+            await sender.send(torch.zeros(3 * NBYTES, dtype=torch.uint8))
+            received = await receiver.recv()
+            part = torch.from_numpy(received.numpy()[start:])
+            del received
+            assert receiver.statistics().spans_held == 1
+            receiver.record_stream(part, side)
+            del part
+            await until(lambda: gpu.recorded_on(side))
+            side.finish()
+            await until(lambda: free(sender))
+            side.busy = True
+        side.finish()
+
+
+@both_loops
 async def test_record_stream_ignores_what_is_not_in_the_arena(gpu: FakeGpu) -> None:
     """A tensor of the user's own, a small one, an empty one, and one that has no storage."""
     side = gpu.stream("side")
@@ -350,6 +372,7 @@ async def test_spans_dropped_together_share_their_events(gpu: FakeGpu) -> None:
         await a_while()
         assert receiver.statistics().spans_pending == 60
         assert len(gpu.events) == 1
+        assert gpu.events[0].queries < 60
         busy.finish()
         await until(lambda: free(sender))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import aioarena
@@ -46,9 +48,7 @@ def exit_in_child(drop: Callable[[], Any]) -> int | None:
 
 
 def _leave_loop_alone(loop: asyncio.AbstractEventLoop) -> None:
-    # A loop that dies in a child takes descriptors out of the epoll that it shares with the parent's: asyncio's own trouble.
-    import ctypes
-
+    # A loop that dies in a child takes descriptors out of the epoll it shares with its parent: asyncio's own trouble.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(loop))
 
 
@@ -113,14 +113,14 @@ def forking_reader(link: Link, handle: aioarena.Handle, loop_kind: str) -> Any:
                 link.put(process.exitcode)
                 process.close()
             case "use":
-                calls = {
+                calls: dict[str, Callable[[], Any]] = {
                     "recv": chan.recv,
                     "recv_nowait": chan.recv_nowait,
                     "start": chan.start,
                     "aclose": chan.aclose,
                     "async for": lambda: anext(aiter(chan)),
                 }
-                link.put(in_child(lambda: _errors(calls, loop_kind)))
+                link.put(in_child(partial(_errors, calls, loop_kind)))
             case "use in the loop":
                 link.put(loop.run_until_complete(fork_in_the_loop()))
             case "attach":
@@ -174,7 +174,7 @@ def forking_sender(link: Link, loop_kind: str, **options: Any) -> Any:
                     "start": chan.start,
                     "aclose": chan.aclose,
                 }
-                link.put(in_child(lambda: _errors(calls, loop_kind)))
+                link.put(in_child(partial(_errors, calls, loop_kind)))
             case "another channel":
                 link.put(in_child(lambda: run_coroutine(_send_to_itself(options), loop_kind)))
     loop.run_until_complete(chan.send(message("mixed", 1)))

@@ -187,8 +187,8 @@ def nursery(fd: int) -> None:
 
 def _command(function: str, fd: int) -> list[str]:
     """A Python that has our import path and calls one of the functions above."""
-    start = f"import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tests.multiprocess import harness; harness.{function}"
-    return [sys.executable, "-c", f"{start}({fd})", json.dumps([str(_ROOT), *sys.path])]
+    start = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from tests.multiprocess import harness"
+    return [sys.executable, "-c", f"{start}; harness.{function}({fd})", json.dumps([str(_ROOT), *sys.path])]
 
 
 # The test's side -------------------------------------------------------------------------------------------------------
@@ -362,9 +362,7 @@ class Farm:
         self._nursery = nursery
         self.workers: list[Worker] = []
 
-    def worker(
-        self, kind: str = "fork", *, environ: dict[str, str] | None = None, group: int | None = None
-    ) -> Worker:
+    def worker(self, kind: str = "fork", *, environ: dict[str, str] | None = None, group: int | None = None) -> Worker:
         """Start one worker.
 
         Args:
@@ -388,14 +386,14 @@ class Farm:
 
     def _fork(self, environ: dict[str, str], group: int | None) -> Callable[[], Worker]:
         link, theirs = link_pair()
-        output = tempfile.TemporaryFile()
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         self._nursery.start(theirs, output, environ, group)
         theirs.close()
         return lambda: Worker(link, output)
 
     def _subprocess(self, environ: dict[str, str], group: int | None) -> Callable[[], Worker]:
         link, theirs = link_pair()
-        output = tempfile.TemporaryFile()
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         process = subprocess.Popen(
             _command("_serve_fd", theirs.fileno()),
             env={**os.environ, **environ},

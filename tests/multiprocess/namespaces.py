@@ -61,7 +61,7 @@ def with_own_shm(link: Link, script: Callable[..., Any], shm_bytes: int, *args: 
 
 
 def with_own_pids(link: Link, own_proc: bool, script: Callable[..., Any], *args: Any) -> str:
-    """Run a coroutine script in a child that is the first of a new pid namespace; its pid, as seen from here, is said first.
+    """Run a coroutine script in a child that begins a new pid namespace. Its pid, as seen from here, is said first.
 
     Args:
         link: To the test.
@@ -77,6 +77,8 @@ def with_own_pids(link: Link, own_proc: bool, script: Callable[..., Any], *args:
         os.read(go_on, 1)
         if own_proc:
             _libc("mount", b"proc", b"/proc", b"proc", 0, None)
+        else:
+            _become_unknown()
         try:
             link.put(run_coroutine(script(link, *args), "asyncio"))
         except BaseException as error:
@@ -87,6 +89,15 @@ def with_own_pids(link: Link, own_proc: bool, script: Callable[..., Any], *args:
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
     return "its child has ended"
+
+
+def _become_unknown() -> None:
+    """Go on in a child whose pid means no process in the /proc that is mounted here."""
+    while Path(f"/proc/{os.getpid()}").exists():
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+            os._exit(0)
 
 
 def as_nobody(link: Link, script: Callable[..., Any], *args: Any) -> Any:
@@ -134,23 +145,24 @@ def taken_in_between(link: Link) -> Any:
 async def written_to_the_last_slot(link: Link, fill_after: bool) -> Any:
     """Write every slot of an arena, perhaps in a /dev/shm that somebody filled after the channel was made."""
     arena = aioarena.ArenaConfig(slots=32, slot_bytes=1 << 20)
-    async with aioarena.Sender(1, backing="shm", arena=arena, ring_bytes=1 << 20) as chan:
-        async with aioarena.Receiver(chan.handle, 0) as reader:
-            if fill_after:
-                _fill(leave=10 * MIB)
-            held = []
-            for number in range(32):
-                tensor = torch.full((1 << 18,), number, dtype=torch.int32)
-                await (chan.send(tensor) if number % 2 else asyncio.to_thread(lambda: None))
-                if number % 2 == 0:
-                    chan.send_nowait(tensor)
-                held.append(await reader.recv())
-            intact = all(bool((tensor == number).all()) for number, tensor in enumerate(held))
-            statistics = chan.statistics()
-            held.clear()
-            await chan.send(torch.ones(1 << 18, dtype=torch.int32))
-            intact = intact and int((await reader.recv()).sum()) == 1 << 18
-            return intact, statistics.slots_used, statistics.fallbacks["arena_full"]
+    sender = aioarena.Sender(1, backing="shm", arena=arena, ring_bytes=1 << 20)
+    async with sender as chan, aioarena.Receiver(sender.handle, 0) as reader:
+        if fill_after:
+            _fill(leave=10 * MIB)
+        held = []
+        for number in range(32):
+            tensor = torch.full((1 << 18,), number, dtype=torch.int32)
+            if number % 2:
+                await chan.send(tensor)
+            else:
+                chan.send_nowait(tensor)
+            held.append(await reader.recv())
+        intact = all(bool((tensor == number).all()) for number, tensor in enumerate(held))
+        statistics = chan.statistics()
+        held.clear()
+        await chan.send(torch.ones(1 << 18, dtype=torch.int32))
+        intact = intact and int((await reader.recv()).sum()) == 1 << 18
+        return intact, statistics.slots_used, statistics.fallbacks["arena_full"]
 
 
 async def after_a_death(link: Link, dead: ProcessIdentity) -> Any:
@@ -158,10 +170,10 @@ async def after_a_death(link: Link, dead: ProcessIdentity) -> Any:
     name = f"aioarena-{dead.pid_namespace}-{dead.pid}-{dead.start_ticks}-0badcafe.arena"
     with open(SHM / name, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, 50 * MIB)
-    async with aioarena.Sender(1, backing="shm", arena=aioarena.ArenaConfig(slots=32, slot_bytes=MIB)) as chan:
-        async with aioarena.Receiver(chan.handle, 0) as reader:
-            await chan.send(message("arena", 1))
-            received = verify(await reader.recv())
+    sender = aioarena.Sender(1, backing="shm", arena=aioarena.ArenaConfig(slots=32, slot_bytes=MIB))
+    async with sender as chan, aioarena.Receiver(sender.handle, 0) as reader:
+        await chan.send(message("arena", 1))
+        received = verify(await reader.recv())
     return received, _listing()
 
 

@@ -64,7 +64,9 @@ def resources() -> dict[str, Any]:
 # A reader ----------------------------------------------------------------------------------------------------------------
 
 
-async def reader(link: Link, handle: aioarena.Handle, rank: int, *, announce: bool = False, silent: bool = False, **options: Any) -> Any:
+async def reader(
+    link: Link, handle: aioarena.Handle, rank: int, *, announce: bool = False, silent: bool = False, **options: Any
+) -> Any:
     """Attach, say "joined", then obey. Returns what made it end.
 
     Args:
@@ -320,8 +322,7 @@ async def _give_up_starting(handle: aioarena.Handle) -> list[str]:
         async with asyncio.timeout(0.1):
             await aioarena.Receiver(handle, 0).start()
     except TimeoutError as error:
-        assert error.__cause__ is not None
-        return error.__cause__.__notes__
+        return describe(error)["cause"]["notes"]
     raise AssertionError("it started")
 
 
@@ -524,8 +525,8 @@ async def start_and_close_many(link: Link, count: int) -> int:
     """Open channels in /dev/shm, send over each to a reader of this process, and close them: how many worked."""
     received = 0
     for number in range(count):
-        async with aioarena.Sender(1, backing="shm", arena=None, ring_bytes=1 << 16) as chan:
-            async with aioarena.Receiver(chan.handle, 0) as reader:
-                await chan.send(number)
-                received += await reader.recv() == number
+        sender = aioarena.Sender(1, backing="shm", arena=None, ring_bytes=1 << 16)
+        async with sender as chan, aioarena.Receiver(sender.handle, 0) as reader:
+            await chan.send(number)
+            received += await reader.recv() == number
     return received

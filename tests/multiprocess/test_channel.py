@@ -8,8 +8,8 @@ import pytest
 
 import aioarena
 from tests.multiprocess.harness import PATIENCE, Farm, eventually_async, is_parked, timed
-from tests.multiprocess.senders import attach
 from tests.multiprocess.messages import ARENA, CHANNEL, KINDS, message, numbered
+from tests.multiprocess.senders import attach
 
 COUNT = 10 * len(KINDS)
 
@@ -144,7 +144,7 @@ async def test_a_reader_that_leaves_and_comes_back(farm: Farm) -> None:
 
 @pytest.mark.parametrize("backing", ["memfd", "shm"])
 def test_a_sender_that_exits_right_after_closing_loses_nothing(farm: Farm, backing: str) -> None:
-    """Readers that have not begun to read get everything that was sent before the sender closed and exited, then the end."""
+    """Readers that have not begun to read get everything that was sent before the sender exited, then the end."""
     sender, *readers = farm.several(4)
     sender.start("sender", 3, backing=backing, **CHANNEL)
     handle = sender.get()

@@ -1,4 +1,4 @@
-"""However a program ends, with whatever still open and referenced from wherever: quickly, with its own exit code, silently."""
+"""However a program ends, with whatever still open and referenced: quickly, silently, with an exit code of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assert_ends(worker: Worker) -> None:
 
 @PLACES_AND_LOOPS
 def test_a_program_that_ends_with_a_reader_open(farm: Farm, place: str, loop_kind: str) -> None:
-    """A reader with tensors alive, neither closed nor dropped: the exit is quick and silent, and the sender learns of it."""
+    """A reader with tensors alive, neither closed nor dropped: a quick and silent exit, and the sender learns of it."""
     sender, reader = farm.several(2)
     sender.start("sender", 1, on_reader_lost="continue", loop_kind=loop_kind, **CHANNEL)
     reader.start("leave_a_reader_open", sender.get(), place, loop_kind)
@@ -60,7 +60,7 @@ def test_a_program_that_ends_with_a_sender_open(farm: Farm, place: str, loop_kin
 @pytest.mark.parametrize(("role", "kind"), [("reader", "subprocess"), ("sender", "spawn")])
 def test_a_fresh_interpreter_that_ends_with_an_end_open(farm: Farm, kind: str, role: str) -> None:
     """The same in interpreters that share nothing with this one."""
-    ends = dict(zip(ROLES, (farm.worker(), farm.worker(kind)) if role == "reader" else (farm.worker(kind), farm.worker())))
+    ends = {one: farm.worker(kind if one == role else "fork") for one in ROLES}
     if role == "reader":
         ends["sender"].start("sender", 1, on_reader_lost="continue", **CHANNEL)
         ends["reader"].start("leave_a_reader_open", ends["sender"].get(), "module", "asyncio")

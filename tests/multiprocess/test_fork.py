@@ -107,7 +107,7 @@ def sender_that_forks(farm: Farm, loop_kind: str, **options: Any) -> tuple[Worke
 def test_a_child_that_drops_an_inherited_sender(
     farm: Farm, loop_kind: str, way: str, outcome: object, backing: str
 ) -> None:
-    """An inherited sender that is collected in a child removes neither its socket nor its segments: readers attach after."""
+    """An inherited sender that is collected in a child removes neither socket nor segments: readers attach after."""
     sender, reader, handle = sender_that_forks(farm, loop_kind, backing=backing)
     sender.put("not yet")
     assert sender.get() == "open"

@@ -22,7 +22,9 @@ BACKINGS = pytest.mark.parametrize("backing", ["memfd", "shm"])
 
 def segments_of(worker: Worker | None = None) -> list[Path]:
     """Files in /dev/shm that a worker, or this process, has made."""
-    return [path for path in SHM.glob("aioarena-*") if path.name.split("-")[2] == str(worker.pid if worker else os.getpid())]
+    return [
+        path for path in SHM.glob("aioarena-*") if path.name.split("-")[2] == str(worker.pid if worker else os.getpid())
+    ]
 
 
 # Not too early: B18 ------------------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ def kill_group(workers: list[Worker], reap: bool = True) -> None:
 
 @BACKINGS
 def test_a_group_killed_in_the_middle_of_transfers(farm: Farm, tmpdir_for_sockets: Path, backing: str) -> None:
-    """Five channels killed with all their processes leave nothing that the next start does not remove; a sixth, alive, stays."""
+    """What five channels leave that are killed with all their processes, the next start removes; a sixth, alive, stays."""
     undisturbed, its_reader = farm.several(2)
     undisturbed.start("sender", 2, backing=backing, **CHANNEL)
     its_handle = undisturbed.get()

@@ -129,7 +129,7 @@ def test_a_sender_of_many_channels(farm: Farm, loop_kind: str) -> None:
 
 @pytest.mark.parametrize("loop_kind", ["asyncio", "uvloop"])
 def test_many_tensors_in_one_message(farm: Farm, loop_kind: str) -> None:
-    """A reader that keeps a thousand tensors of one message, most of which did not fit the arena, opens nothing for them."""
+    """A reader that keeps a thousand tensors of a message, most of which did not fit the arena, opens nothing for them."""
     sender, reader = farm.several(2)
     sender.start("sender", 1, loop_kind=loop_kind, **CHANNEL)
     reader.start("keep_many", sender.get(), 64, loop_kind=loop_kind)

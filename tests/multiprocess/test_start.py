@@ -10,8 +10,8 @@ import pytest
 
 import aioarena
 from tests.multiprocess.harness import PATIENCE, Farm, eventually_async, timed
-from tests.multiprocess.senders import attach
 from tests.multiprocess.messages import CHANNEL, message
+from tests.multiprocess.senders import attach
 
 
 async def test_the_first_message_is_never_lost(farm: Farm) -> None:

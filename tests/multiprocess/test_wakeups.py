@@ -10,7 +10,7 @@ import pytest
 
 import aioarena
 from aioarena._asyncio import TICK
-from aioarena._platform.wire import ReceiverWire, SenderWire
+from aioarena._platform.wire import SenderWire
 from tests.multiprocess.harness import SOON, Farm, Worker, cpu_seconds, eventually_async, is_parked
 from tests.multiprocess.messages import CHANNEL, message, numbered
 from tests.multiprocess.senders import attach
