@@ -28,6 +28,10 @@ torch.set_num_threads(1)
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 LOOPS: dict[str, LoopFactory] = {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}
 
+# Bounds what would otherwise hang; nothing waits this long. Stretch it on a slow machine.
+PATIENCE = 20.0 * float(os.environ.get("AIOARENA_TEST_PATIENCE", "1"))
+LONGEST_TEST = 4 * PATIENCE
+
 # Large enough that copies leave the loop (more than 512 KiB a buffer), small enough to fill.
 ARENA = ArenaConfig(slots=4, slot_bytes=1 << 20, min_bytes=16 << 10)
 RING_BYTES = 64 << 10
@@ -194,7 +198,15 @@ async def _clean_loop(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     complaints: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: complaints.append(context))
     known = asyncio.all_tasks()
+
+    def give_up() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel(f"the test takes longer than {LONGEST_TEST} s")
+
+    # uvloop swallows what pytest-timeout raises from its signal.
+    deadline = loop.call_later(LONGEST_TEST, give_up)
     yield
+    deadline.cancel()
     if request.node.stash.get(_failed, False):
         return
     gc.collect()  # tasks and futures complain of errors that nobody asked for when they are collected

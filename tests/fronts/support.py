@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,9 +13,7 @@ import numpy as np
 import torch
 
 from aioarena import Receiver, Sender, WouldBlock
-
-# Bounds what would otherwise hang; nothing waits this long. Stretch it on a slow machine.
-PATIENCE = 20.0 * float(os.environ.get("AIOARENA_TEST_PATIENCE", "1"))
+from tests.conftest import PATIENCE
 
 
 async def turns(count: int) -> None:

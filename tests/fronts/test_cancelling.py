@@ -15,8 +15,8 @@ import torch
 from aioarena import EncodeError, Receiver, Sender, WouldBlock
 from aioarena._codec import MemorySource
 from aioarena._copying import default_threads
-from tests.conftest import ARENA, RING_BYTES, Channel, OpenChannel
-from tests.fronts.support import PATIENCE, cancelled, fill_ring, filled, in_arena, parked, shows, turns, until
+from tests.conftest import ARENA, PATIENCE, RING_BYTES, Channel, OpenChannel
+from tests.fronts.support import cancelled, fill_ring, filled, in_arena, parked, shows, turns, until
 
 SIZES = {"ring": 100, "arena": 100_000, "frame": 5 << 20}
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from aioarena import Handle, Receiver, Sender, WrongContextError
-from tests.conftest import ARENA, RING_BYTES, LoopFactory, OpenChannel
-from tests.fronts.support import PATIENCE, filled, shows, turns, until
+from tests.conftest import ARENA, PATIENCE, RING_BYTES, LoopFactory, OpenChannel
+from tests.fronts.support import filled, shows, turns, until
 
 SMALL_CHANNEL: dict[str, Any] = {"arena": ARENA, "ring_bytes": RING_BYTES}
 WRONG = "lives on the event loop that started it; call it from a task there, e.g. with asyncio.run_coroutine_threadsafe"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from aioarena import BusyError, DecodeError, Receiver, WouldBlock
-from tests.conftest import Channel, OpenChannel
-from tests.fronts.support import PATIENCE, filled, no_collector, parked, shows, turns
+from tests.conftest import PATIENCE, Channel, OpenChannel
+from tests.fronts.support import filled, no_collector, parked, shows, turns
 
 
 class Sabotage(BaseException):

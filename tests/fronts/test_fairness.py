@@ -15,8 +15,8 @@ import torch
 from aioarena import ArenaConfig, DecodeError, EncodeError
 from aioarena._asyncio import BREATH, BREATH_SHIFT
 from aioarena._copying import ON_LOOP_BYTES
-from tests.conftest import OpenChannel
-from tests.fronts.support import PATIENCE, cancelled, filled, shows, turns, until
+from tests.conftest import PATIENCE, OpenChannel
+from tests.fronts.support import cancelled, filled, shows, turns, until
 
 
 class Ticker:

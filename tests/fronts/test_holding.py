@@ -20,8 +20,8 @@ import torch
 import torch.utils.dlpack
 
 from aioarena import ArenaConfig
-from tests.conftest import Channel, LoopFactory, OpenChannel
-from tests.fronts.support import PATIENCE, filled, in_arena, no_collector, parked, shows, turns, until
+from tests.conftest import PATIENCE, Channel, LoopFactory, OpenChannel
+from tests.fronts.support import filled, in_arena, no_collector, parked, shows, turns, until
 
 TWO_SLOTS = ArenaConfig(slots=2, slot_bytes=1 << 20, min_bytes=16 << 10)
 COUNT = (1 << 20) // 4  # float32 elements that fill a slot

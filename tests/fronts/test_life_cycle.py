@@ -20,8 +20,8 @@ from aioarena import (
     Receiver,
     Sender,
 )
-from tests.conftest import ARENA, RING_BYTES, Channel, LoopFactory, OpenChannel
-from tests.fronts.support import PATIENCE, cancelled, fill_ring, filled, no_collector, parked, shows, turns, until
+from tests.conftest import ARENA, PATIENCE, RING_BYTES, Channel, LoopFactory, OpenChannel
+from tests.fronts.support import cancelled, fill_ring, filled, no_collector, parked, shows, turns, until
 
 SMALL_CHANNEL: dict[str, Any] = {"arena": ARENA, "ring_bytes": RING_BYTES}
 

@@ -16,8 +16,8 @@ import torch
 
 from aioarena import ArenaConfig, Receiver, Sender
 from aioarena._codec import _DTYPES
-from tests.conftest import ARENA, RING_BYTES, OpenChannel
-from tests.fronts.support import PATIENCE, filled, in_arena, shows, turns, until
+from tests.conftest import ARENA, PATIENCE, RING_BYTES, OpenChannel
+from tests.fronts.support import filled, in_arena, shows, turns, until
 
 MIN_BYTES = ARENA.min_bytes
 

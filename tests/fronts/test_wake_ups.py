@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from aioarena._platform.wire import ReceiverWire, SenderWire, _Wire
-from tests.conftest import OpenChannel
-from tests.fronts.support import PATIENCE, fill_ring, filled, parked, shows, turns, until
+from tests.conftest import PATIENCE, OpenChannel
+from tests.fronts.support import fill_ring, filled, parked, shows, turns, until
 
 Wake = Callable[[Any], None]
 
@@ -156,8 +156,8 @@ async def test_wake_ups_without_a_message_are_no_message(open_channel: OpenChann
         receiving = asyncio.create_task(channel.receiver.recv())
         for _ in range(50):
             await parked(channel.receiver)
-            channel.sender._wire.wake()  # type: ignore[union-attr]
-            channel.receiver._wire.wake()  # type: ignore[union-attr]
+            channel.sender._send_wake()
+            channel.receiver._wake_sender()
             await turns(2)  # they arrive, or not yet
         assert not receiving.done()
         await channel.sender.send("here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -41,6 +42,15 @@ def tmpdir_for_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[int]]:
+    """Processes that workers forked, to be ended."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def leftovers(tmpdir: Path, pids: set[int]) -> dict[Path, int]:

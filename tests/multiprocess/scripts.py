@@ -154,6 +154,8 @@ async def _read_as_told(link: Link, chan: aioarena.Receiver) -> Any:
                 link.put("blocked")
                 link.get()
                 link.put("going on")
+            case "fork a sleeper":
+                link.put(_fork_a_sleeper(link))
             case "take frames in":  # without running the loop, until the first frame message is here whole
                 while chan._wire.frames(1) is None:  # type: ignore[union-attr]
                     chan._wire.drain()  # type: ignore[union-attr]
@@ -170,6 +172,16 @@ async def _read_as_told(link: Link, chan: aioarena.Receiver) -> Any:
                 return "closed"
             case other:
                 raise ValueError(other)
+
+
+def _fork_a_sleeper(link: Link) -> int:
+    """A child that inherits everything and lives on: its pid."""
+    pid = os.fork()
+    if pid == 0:
+        link.connection.close()
+        signal.pause()
+        os._exit(0)
+    return pid
 
 
 class Gate:
@@ -242,13 +254,8 @@ async def _send_as_told(link: Link, chan: aioarena.Sender) -> Any:
                 tasks.append(asyncio.create_task(chan.send(message(kind, number))))
                 await asyncio.to_thread(stuck.wait)
                 link.put("stuck")
-            case "fork a sleeper":  # a child that inherits everything and lives on
-                pid = os.fork()
-                if pid == 0:
-                    link.connection.close()
-                    signal.pause()
-                    os._exit(0)
-                link.put(pid)
+            case "fork a sleeper":
+                link.put(_fork_a_sleeper(link))
             case "statistics":
                 link.put(chan.statistics())
             case "close":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import aioarena
-from tests.multiprocess.harness import PATIENCE, SOON, Farm, Worker, eventually_async, is_parked, timed
+from tests.multiprocess.harness import PATIENCE, SOON, Farm, Worker, eventually_async, is_parked, process_state, timed
 from tests.multiprocess.messages import ARENA, CHANNEL, message, numbered
 from tests.multiprocess.scripts import Gate
 from tests.multiprocess.senders import attach
@@ -53,6 +53,20 @@ async def test_the_next_send_names_the_dead_reader(farm: Farm) -> None:
             await chan.wait_ready()
         states = [reader.state for reader in chan.statistics().readers]
         assert states == ["joined", "lost", "joined"]
+
+
+async def test_a_dead_reader_whose_child_lives(farm: Farm, sleepers: list[int]) -> None:
+    """A forked child of the reader that keeps the connection open does not hide the death."""
+    async with aioarena.Sender(2, **CHANNEL) as chan:
+        reader, victim = await attach(farm, chan.handle)
+        await chan.send(message("arena", 0))
+        assert await victim.aask("hold", 1) == [0]
+        assert await reader.aask("recv", 1) == [0]
+        sleepers.append(await victim.aask("fork a sleeper"))
+        victim.kill()
+        assert_names(await lost_error(chan), 1, victim)
+        assert chan.statistics().slots_used == 0
+        assert process_state(sleepers[0]) == "S"
 
 
 async def test_wait_ready_raises_when_a_reader_dies(farm: Farm) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,15 +30,6 @@ def assert_lost(error: dict[str, Any], sender: Worker, received: int) -> None:
     assert (error["type"], error["pid"], error["received"]) == ("SenderLostError", sender.pid, received)
     assert f"(pid {sender.pid}) is gone without closing" in error["text"]
     assert "make a new channel" in error["text"]
-
-
-@pytest.fixture
-def sleepers() -> Iterator[list[int]]:
-    """Processes that a sender forked, to be ended."""
-    pids: list[int] = []
-    yield pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("forked", [False, True])

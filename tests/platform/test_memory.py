@@ -301,6 +301,20 @@ def test_a_collected_segment_closes_itself(segment: Segment, request: pytest.Fix
     assert path.exists()
 
 
+def test_a_forked_child_does_not_unlink(tmp_path: Path) -> None:
+    """Only the process that made a file removes it, whatever dies in its children."""
+    segment = Segment.shm("arena", 4096, tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        segment.unlink()
+        segment.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert Path(segment.ref.path).exists()
+    segment.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_memfd_is_sealed_against_shrinking() -> None:
     """Nobody can cut the memory away under a reader, who would get SIGBUS."""
     segment = Segment.memfd("aioarena-test", 8192)
