@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-# Bytes of one message that are copied on the loop. Handing a copy to a thread and back costs about 60 us here; 512 KiB
-# take 12 us into warm memory and about 200 us into untouched pages (2-core x86-64 VM, `aioarena bench copy`).
+# Bytes of one message that are copied on the loop. Handing a copy to a thread and back costs 64-112 us; 512 KiB take
+# 11 us into warm memory and 235 us into untouched pages (`python -m aioarena bench copy`, 2-core x86-64 VM, 2026-11-30).
 ON_LOOP_BYTES = 512 << 10
 
 # Bytes of one step. Small enough that a cancelled copy ends soon (1-2 ms), large enough that waiting for the GIL after

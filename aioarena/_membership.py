@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import select
+import time
 from collections.abc import Callable
 
 from aioarena._core.arena import Holder
@@ -23,6 +24,10 @@ from aioarena.exceptions import ReaderLostError
 logger = logging.getLogger("aioarena")
 
 _SLOTS_SHOWN = 8  # in a log line
+
+# Seconds that a process whose connection ended gets to turn out dead, before it counts as alive without a connection. A
+# guess: dying takes milliseconds, tearing down large memory included.
+_DYING_SECONDS = 0.25
 
 
 class Member:
@@ -85,6 +90,7 @@ class Members:
         self._unwatch = unwatch
         self._changed = changed
         self.by_rank: dict[int, Member] = {}  # who has, or last had, each rank
+        self._suspects: dict[Member, float] = {}  # connection ended, process alive, since when
         self._departed: list[Member] = []  # gone from their rank, but holding spans in a process that lives
         self.lost: dict[int, tuple[str, Member, int | None]] = {}  # vacant ranks: what happened, to whom, signal
 
@@ -172,15 +178,27 @@ class Members:
                 if member.pidfd is None or member.is_dead():
                     self._died(member)
                 else:
-                    self._lose(member, f"{member.describe()} dropped its connection without leaving, but its process lives")
-                    self._depart(member)
-                    self._changed()
+                    # Most likely it is dying: the kernel closes a process's sockets a moment before its pidfd tells.
+                    self._suspects[member] = time.monotonic()
                 return
+
+    def _give_up_suspects(self) -> None:
+        """Lose the readers whose connection ended a while ago and whose process still lives."""
+        now = time.monotonic()
+        for member, since in list(self._suspects.items()):
+            if now - since < _DYING_SECONDS:
+                continue
+            del self._suspects[member]
+            if self.by_rank.get(member.rank) is member and self._core.members[member.rank] is Membership.JOINED:
+                self._lose(member, f"{member.describe()} dropped its connection without leaving, but its process lives")
+                self._depart(member)
+                self._changed()
 
     def _died(self, member: Member) -> None:
         """A process is proven dead: everything it held is free."""
         signal = exit_signal(member.pidfd) if member.pidfd is not None else None
         self._close_pidfd(member)
+        self._suspects.pop(member, None)
         member.holder.dead = True
         if self.by_rank.get(member.rank) is member:
             state = self._core.members[member.rank]
@@ -217,6 +235,7 @@ class Members:
 
     def tick(self) -> None:
         """Housekeeping, about once a second."""
+        self._give_up_suspects()
         if self._departed:
             for member in [m for m in self._departed if not self._core.arena.held_by(m.holder)]:
                 self._departed.remove(member)

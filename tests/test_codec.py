@@ -210,6 +210,7 @@ def test_shapes_and_strides(name: str, count: int) -> None:
     assert result.dtype is tensor.dtype
     assert result.shape == tensor.shape
     assert torch.equal(result, tensor)
+    assert result._base is None  # a tensor in its own right, not the view of one
     assert there.nbytes < tensor.numel() * tensor.element_size() + 600
     if "gaps" not in name and name not in ("every third", "rectangle", "overlapping windows, apart"):
         assert result.stride() == tensor.stride()
@@ -861,6 +862,12 @@ def test_the_culprit_is_found_in_an_object_that_contains_itself() -> None:
     loop += [loop, {"lock": threading.Lock()}]
     with pytest.raises(EncodeError, match=r"type lock at message\[1\]\['lock'\]"):
         Encoder().encode(loop)
+
+
+def test_looking_for_the_culprit_ends_after_a_while() -> None:
+    """Then the error names what is known by then."""
+    with pytest.raises(EncodeError, match=r"type list at message\[1500\]: "):
+        Encoder().encode([*[[0]] * 1500, [*range(1500), threading.Lock()]])
 
 
 def test_looking_for_the_culprit_is_bounded() -> None:

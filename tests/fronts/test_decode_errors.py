@@ -268,24 +268,31 @@ inside: list[Any] = []
 class Reentrant:
     """Receives while it is unpickled."""
 
-    def __init__(self, swallow: bool) -> None:
+    def __init__(self, swallow: bool, nowait: bool) -> None:
         self.swallow = swallow
+        self.nowait = nowait
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         receiver: Receiver = inside[0]
         try:
-            inside.append(receiver.recv_nowait())
+            if state["nowait"]:
+                inside.append(receiver.recv_nowait())
+            else:
+                receiver.recv().send(None)  # as far as it gets without waiting
+        except StopIteration as done:
+            inside.append(done.value)
         except BusyError:
             inside.append(BusyError)
             if not state["swallow"]:
                 raise
 
 
+@pytest.mark.parametrize("nowait", [True, False])
 @pytest.mark.parametrize("swallow", [True, False])
-async def test_receiving_while_unpickling_is_refused(open_channel: OpenChannel, swallow: bool) -> None:
+async def test_receiving_while_unpickling_is_refused(open_channel: OpenChannel, swallow: bool, nowait: bool) -> None:
     async with open_channel() as channel:
         inside[:] = [channel.receiver]
-        await channel.sender.send(Reentrant(swallow))
+        await channel.sender.send(Reentrant(swallow, nowait))
         await channel.sender.send("next")
         if swallow:
             assert isinstance(await channel.receiver.recv(), Reentrant)

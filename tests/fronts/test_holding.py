@@ -393,6 +393,19 @@ async def test_a_free_slot_between_held_ones_is_used(open_channel: OpenChannel) 
         assert [int(tensor[0]) for tensor in (*held, ninth, eighth)] == [0, 2, 3, 9, 8]
 
 
+async def test_free_slots_are_found_behind_many_that_are_held(open_channel: OpenChannel) -> None:
+    arena = ArenaConfig(slots=100, slot_bytes=4096, min_bytes=1000)
+    async with open_channel(arena=arena) as channel:
+        held = []
+        for number in range(100):
+            await channel.sender.send(filled(number, 4096))
+            held.append(await channel.receiver.recv())
+        del held[90:]
+        await channel.sender.send(filled(200, 4096))
+        assert in_arena(channel.receiver, await channel.receiver.recv())
+        assert all(shows(tensor, number) for number, tensor in enumerate(held))
+
+
 # Finalizers, wherever they run ----------------------------------------------------------------------------------------
 
 

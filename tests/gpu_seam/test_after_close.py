@@ -266,7 +266,7 @@ import torch
 import aioarena
 from aioarena._platform import accelerator
 from tests.gpu_seam.channel import make_sender, pass_on
-from tests.gpu_seam.fake import FakeGpu
+from tests.gpu_seam.fake import FakeEvent, FakeGpu
 from tests.gpu_seam.loops import until
 
 gpu = FakeGpu()
@@ -306,6 +306,19 @@ asyncio.run(one())
 import gc; gc.collect()
 assert started.wait(5)
 """,
+    "query under way": """
+def slow(event):
+    started.set()
+    time.sleep(0.3)
+    print("queried", flush=True)
+    return False
+started = threading.Event()
+gpu.default_streams[0].busy = True
+kept = asyncio.run(one())
+FakeEvent.query = slow
+del kept
+assert started.wait(5)
+""",
 }
 
 ONE = """
@@ -340,5 +353,5 @@ def test_exit_is_quiet_and_quick(ending: str) -> None:
     lines = result.stdout.splitlines()
     [end] = [float(line.split()[1]) for line in lines if line.startswith("end")]
     assert ended - end < 5
-    if ending in ("register under way", "unregister under way"):
-        assert any("registered" in line for line in lines)
+    if "under way" in ending:
+        assert lines[-1] in ("registered", "unregistered", "queried")

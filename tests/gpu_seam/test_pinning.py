@@ -371,11 +371,12 @@ def test_a_mapping_that_ends_in_a_child_is_not_unregistered_there(gpu: FakeGpu) 
     segment = Segment.memfd("pinned", 1 << 20)
     assert accelerator.claim_pinning(segment.mapping)
     accelerator.pin(gpu, segment.mapping, 0)
-    calls = len(gpu.calls)
+    address, nbytes, calls = segment.mapping.address, segment.mapping.nbytes, len(gpu.calls)
 
     def child() -> None:
         assert segment.mapping.pin is Pin.NO
         del segment.mapping
+        assert not is_mapped(address, nbytes)
         time.sleep(0.05)
         assert len(gpu.calls) == calls
 

@@ -492,6 +492,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has in use."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def descriptors(pid: int | str = "self") -> list[str]:
     """What the open descriptors of a process are."""
     found = []

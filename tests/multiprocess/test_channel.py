@@ -139,6 +139,23 @@ async def test_a_reader_that_leaves_and_comes_back(farm: Farm) -> None:
         assert await stayer.aask("recv", 10) == list(range(10))
 
 
+async def test_a_reader_that_comes_back_is_woken(farm: Farm) -> None:
+    """The sender does not take the first sleep of a new reader for one of its predecessor's, from which it woke him."""
+    async with aioarena.Sender(1, **CHANNEL) as chan:
+        worker = farm.worker()
+        for number in range(3):
+            worker.start("reader", chan.handle, 0)
+            assert await worker.aget() == "joined"
+            worker.put("recv", 1)
+            await eventually_async(lambda: is_parked(chan, 0), "the reader does not park")
+            before = chan.statistics().wakeups
+            await chan.send(message("small", number))
+            assert chan.statistics().wakeups == before + 1
+            assert await worker.aget() == [number]
+            worker.put("close")
+            assert await worker.aresult() == "closed"
+
+
 # Closing: B23 ------------------------------------------------------------------------------------------------------------
 
 

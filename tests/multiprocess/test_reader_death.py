@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 import aioarena
-from tests.multiprocess.harness import PATIENCE, SOON, Farm, Worker, eventually_async, is_parked, process_state, timed
+from tests.multiprocess.harness import (
+    PATIENCE,
+    SOON,
+    Farm,
+    Worker,
+    eventually_async,
+    is_parked,
+    process_state,
+    resident,
+    timed,
+)
 from tests.multiprocess.messages import ARENA, CHANNEL, message, numbered
 from tests.multiprocess.scripts import Gate
 from tests.multiprocess.senders import attach
@@ -453,3 +463,22 @@ async def test_an_evicted_reader(farm: Farm) -> None:
         successor = farm.worker()
         successor.start("reader", chan.handle, 1)
         assert await successor.aget() == "joined"
+
+
+@pytest.mark.xfail(reason="every connected reader is subscribed to all frames, also one that was evicted and does not read")
+async def test_frames_of_an_evicted_reader_do_not_pile_up(farm: Farm) -> None:
+    """Frames are bounded by the budget, whoever does not read them: nothing is queued for a reader that was given up."""
+    sender, reader, stuck = farm.several(3)
+    options = {**CHANNEL, "arena": None, "evict_after": 0.1, "frame_budget": 16 << 20}
+    sender.start("sender", 2, **options)
+    handle = sender.get()
+    for rank, worker in enumerate((reader, stuck)):
+        worker.start("reader", handle, rank)
+        assert worker.get() == "joined"
+    reader.put("drain")
+    stuck.stop()
+    sender.ask("send", numbered(17, kinds=("frame",)))  # the last of which waits until the eviction
+    assert sender.ask("statistics").readers[1].state == "evicted"
+    before = resident(sender.pid)
+    sender.ask("send", numbered(100, first=17, kinds=("frame",)))
+    assert resident(sender.pid) - before < 50 << 20
