@@ -277,12 +277,12 @@ async def test_send_nowait_without_room_says_who_is_behind(open_channel: OpenCha
 
 
 async def test_send_nowait_without_frame_budget(open_channel: OpenChannel) -> None:
-    async with open_channel(arena=None, frame_budget=150_000) as channel:
-        channel.sender.send_nowait(filled(1, 100_000))
+    async with open_channel(arena=None, frame_budget=450_000) as channel:
+        channel.sender.send_nowait(filled(1, 300_000))
         with pytest.raises(WouldBlock, match="no room"):
-            channel.sender.send_nowait(filled(2, 100_000))
+            channel.sender.send_nowait(filled(2, 300_000))
         assert shows(await channel.receiver.recv(), 1)
-        channel.sender.send_nowait(filled(3, 100_000))
+        channel.sender.send_nowait(filled(3, 300_000))
         assert shows(await channel.receiver.recv(), 3)
 
 

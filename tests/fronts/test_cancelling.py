@@ -389,11 +389,11 @@ async def test_a_send_that_waits_for_room_can_be_cancelled(open_channel: OpenCha
 
 
 async def test_a_send_that_waits_for_frame_budget_can_be_cancelled(open_channel: OpenChannel) -> None:
-    async with open_channel(arena=None, frame_budget=150_000) as channel:
-        await channel.sender.send(numbered(0, 100_000))
-        tasks = [asyncio.create_task(channel.sender.send(numbered(number, 100_000))) for number in (1, 2)]
+    async with open_channel(arena=None, frame_budget=450_000) as channel:
+        await channel.sender.send(numbered(0, 300_000))
+        tasks = [asyncio.create_task(channel.sender.send(numbered(number, 300_000))) for number in (1, 2)]
         await until(lambda: channel.sender.statistics().waits)
-        assert channel.sender.statistics().frames_pending == 100_000
+        assert channel.sender.statistics().frames_pending == 300_000
         await cancelled(tasks[0])
         await receives(channel.receiver, 0)
         async with asyncio.timeout(PATIENCE):
@@ -404,8 +404,8 @@ async def test_a_send_that_waits_for_frame_budget_can_be_cancelled(open_channel:
 
 async def test_a_frame_larger_than_the_budget_goes_alone(open_channel: OpenChannel) -> None:
     async with open_channel(arena=None, frame_budget=50_000) as channel:
-        await channel.sender.send(numbered(0, 100_000))
-        second = asyncio.create_task(channel.sender.send(numbered(1, 100_000)))
+        await channel.sender.send(numbered(0, 300_000))
+        second = asyncio.create_task(channel.sender.send(numbered(1, 300_000)))
         await turns(5)  # it waits
         assert not second.done()
         await receives(channel.receiver, 0)

@@ -187,9 +187,9 @@ async def test_frames_sent_before_a_newcomer_came_are_not_for_it(open_channel: O
     async with open_channel(2, arena=None) as channel:
         first, second = channel.receivers
         await second.aclose()
-        await channel.sender.send(filled(1, 100_000))
+        await channel.sender.send(filled(1, 300_000))
         waiting = fill_ring(channel.sender)
-        held_up = asyncio.create_task(channel.sender.send(filled(2, 100_000)))
+        held_up = asyncio.create_task(channel.sender.send(filled(2, 300_000)))
         await turns(3)  # it is placed, and waits for room
         newcomer = Receiver(channel.sender.handle, 1)
         starting = asyncio.create_task(newcomer.start())
@@ -432,9 +432,9 @@ async def test_closing_ends_sends_that_wait_for_room(open_channel: OpenChannel, 
 
 
 async def test_closing_ends_sends_that_wait_for_frame_budget(open_channel: OpenChannel) -> None:
-    async with open_channel(arena=None, frame_budget=150_000, linger=0.01) as channel:
-        await channel.sender.send(filled(1, 100_000))
-        waiting = asyncio.create_task(channel.sender.send(filled(2, 100_000)))
+    async with open_channel(arena=None, frame_budget=450_000, linger=0.01) as channel:
+        await channel.sender.send(filled(1, 300_000))
+        waiting = asyncio.create_task(channel.sender.send(filled(2, 300_000)))
         await turns(3)  # it waits
         assert not waiting.done()
         reading = asyncio.create_task(channel.receiver.recv())

@@ -42,7 +42,7 @@ PATHS = {
     "ring": Path((1000, 0, 7)),
     "arena": Path((100_000,), arena=True),
     "arena, copied in threads": Path((3 << 20,), arena=True),
-    "frame": Path((100_000,), frames=True, options={"arena": None}),
+    "frame": Path((300_000,), frames=True, options={"arena": None}),
     "frame, copied in threads": Path((8 << 20,), frames=True, options={"arena": None}),
     "larger than the arena": Path((5 << 20,), frames=True),
     "some too many": Path((1 << 20,) * 6, arena=True, frames=True),
@@ -312,7 +312,7 @@ async def test_receives_that_wait_are_served_in_the_order_of_their_calls(open_ch
         assert await asyncio.gather(*waiting) == list(range(5))
 
 
-@pytest.mark.parametrize("size", [100, 100_000])
+@pytest.mark.parametrize("size", [100, 300_000])
 async def test_sends_before_the_readers_came_keep_order(open_channel: OpenChannel, size: int) -> None:
     """They go on in any order once the last reader is there; those with frames, too, are found by the readers."""
     sender = Sender(1, arena=None, ring_bytes=RING_BYTES)

@@ -199,7 +199,7 @@ async def test_bursts_and_silence(open_channel: OpenChannel, busy: bool) -> None
             count = pick.randrange(1, 30)
             await there.sender.send(count)
             for number in range(count):
-                await there.sender.send((number, filled(number, pick.choice([10, 10, 10, 20_000, 100_000]))))
+                await there.sender.send((number, filled(number, pick.choice([10, 10, 10, 20_000, 300_000]))))
             assert await back.receiver.recv() == count
         for task in tasks:
             task.cancel()
