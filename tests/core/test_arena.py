@@ -307,6 +307,22 @@ def test_spans_are_listed_by_slot() -> None:
     assert spans.arena.held_by(spans.holders[0]) == [again, *others]
 
 
+def test_reader_that_left_keeps_only_what_it_received() -> None:
+    """Spans of messages that it will never look at are not its own; those before, and those of others, are."""
+    spans = Spans(slots=6, readers=2)
+    published = []
+    for number in range(5, 8):
+        span = spans.arena.claim(100)
+        assert span is not None
+        spans.arena.publish(span, spans.holders if number < 7 else spans.holders[:1], number)
+        published.append(span)
+    spans.arena.forget(spans.holders[0], 6)
+    held = spans.arena.held_by
+    assert [held(holder) for holder in spans.holders] == [published[:1], published[:2]]
+    assert spans.arena.published_spans == tuple(published[:2])
+    assert spans.arena.used_slots == 2
+
+
 # Claims -----------------------------------------------------------------------------------------------------------------
 
 

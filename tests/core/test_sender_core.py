@@ -444,6 +444,25 @@ def test_message_to_nobody_frees_its_spans() -> None:
     assert channel.sender.arena.used_slots == 0
 
 
+def test_reader_that_leaves_keeps_nothing_it_did_not_receive() -> None:
+    """Only spans of what it received stay held; messages are counted from where it was seated."""
+    channel = Channel(slots=3, joined=False)
+    channel.publish([8, 8])
+    holder = channel.sender.join(0, 1)
+    reader = channel.make_reader(0, 1)
+    reader.start()
+    received = channel.publish([8, 64]).placements[1]
+    channel.publish([8, 64])
+    channel.publish([8, 64])
+    reader.take()
+    reader.advance()
+    channel.sender.skip_unread(0)
+    channel.sender.unseat(0, Membership.LEFT)
+    (span,) = channel.sender.arena.held_by(holder)
+    assert (span.slot, span.generation) == (received.slot, received.generation)
+    assert channel.sender.arena.used_slots == 1
+
+
 def test_lag_is_what_a_reader_has_not_received() -> None:
     """Messages and bytes, counted from where it was seated."""
     channel = Channel(readers=2, joined=False)
