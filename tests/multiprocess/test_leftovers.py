@@ -172,7 +172,8 @@ def test_a_group_killed_while_it_starts(farm: Farm, tmpdir_for_sockets: Path, re
     readers[0].start("reader", handle, 0)
     assert readers[0].get() == "joined"
     kill_group([sender, *readers], reap=reaped)
-    assert len(leftovers(tmpdir_for_sockets, {sender.pid})) == 3
+    # A socket, and two segments unless another program of this user has just started a channel and swept them.
+    assert 1 <= len(leftovers(tmpdir_for_sockets, {sender.pid})) <= 3
     aioarena.Sender(1, arena=None)
     assert leftovers(tmpdir_for_sockets, {sender.pid}) == {}
 
