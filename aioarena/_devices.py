@@ -89,6 +89,7 @@ async def to_accelerator(
     pool: CopyPool,
     pinned: bool,
     held_by: Callable[[torch.Tensor], HeldSpan | None] = lambda tensor: None,
+    under_way: set[asyncio.Future[Any]] | None = None,
 ) -> Any:
     """Copy CPU tensors to an accelerator and wait for the copies.
 
@@ -100,6 +101,7 @@ async def to_accelerator(
         pool: Threads for copies that are more than enqueued.
         pinned: Whether the arena is pinned memory.
         held_by: Finds the span a tensor lies in. The span is not reused before the copies from it are complete.
+        under_way: Where to note the work of threads while it goes on.
     """
     # Here, because another thread has another current device and other current streams.
     device, stream = accelerator.destination(device, stream)
@@ -121,7 +123,7 @@ async def to_accelerator(
         moved = map_tensors(obj, move)  # only enqueues
     else:
         # From pageable memory the runtime stages the copy in the calling thread, which takes as long as the copy does.
-        moved = await _in_thread(pool, lambda: map_tensors(obj, move))
+        moved = await _in_thread(pool, lambda: map_tensors(obj, move), under_way)
     pause = FIRST_POLL
     while events:
         events = [event for event in events if not event.query()]
@@ -167,7 +169,7 @@ async def to_cpu(obj: Any, pool: CopyPool) -> Any:
     return clone() if total <= ON_LOOP_BYTES else await _in_thread(pool, clone)
 
 
-async def _in_thread(pool: CopyPool, work: Callable[[], Any]) -> Any:
+async def _in_thread(pool: CopyPool, work: Callable[[], Any], under_way: set[asyncio.Future[Any]] | None = None) -> Any:
     """Run in a thread; when cancelled, wait until the thread no longer uses the memory, then say so."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -176,12 +178,15 @@ async def _in_thread(pool: CopyPool, work: Callable[[], Any]) -> Any:
             return work()
 
     future = asyncio.wrap_future(pool.executor.submit(run))
+    under_way = set() if under_way is None else under_way
+    under_way.add(future)
     cancelled: tuple[Any, ...] | None = None
     while not future.done():
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError as error:
             cancelled = error.args
+    under_way.discard(future)
     try:
         failure = future.exception()
         # A new exception, and no name left that refers to one: an exception that is referred to by a frame of its own

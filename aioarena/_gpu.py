@@ -54,6 +54,7 @@ class GpuSide:
         self._stopped = False
         self._timer: asyncio.TimerHandle | None = None
         self._pause = FIRST_POLL
+        self._copies: set[asyncio.Future[Any]] = set()
         ledger.attend(self._start_soon)
         if ledger.mapping.pin in (Pin.PENDING, Pin.YES):  # by another receiver of this process
             self._start()
@@ -112,7 +113,12 @@ class GpuSide:
             self._pause = min(2 * self._pause, LONGEST_POLL)
 
     async def stop(self) -> None:
-        """End the task. What it had to wait for goes on in a thread, see :meth:`SpanLedger.drain_in_background`."""
+        """End the task. What it had to wait for goes on in a thread, see :meth:`SpanLedger.drain_in_background`.
+
+        Waits for copies that are made in threads, because closing the pool would do so without letting the loop turn.
+        """
+        while self._copies:
+            await asyncio.wait(self._copies)
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
@@ -134,4 +140,6 @@ class GpuSide:
     async def to_device(self, obj: Any, device: Any, stream: Any) -> Any:
         self._start()
         pinned = self._ledger.mapping.pin is Pin.YES
-        return await _devices.to_accelerator(obj, device, stream, self._accelerator, self._pool, pinned, self._held_by)
+        return await _devices.to_accelerator(
+            obj, device, stream, self._accelerator, self._pool, pinned, self._held_by, self._copies
+        )

@@ -134,7 +134,8 @@ class TorchCuda:
     def capturing(self, stream: Any) -> bool:
         if not _has_context(stream.device.index):  # making it current would make one
             return False
-        with torch.cuda.stream(stream):
+        # The device first: leaving a stream of another device sets the device that was, which makes a context there.
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             return torch.cuda.is_current_stream_capturing()
 
     def record(self, stream: Any) -> Event | None:
@@ -287,36 +288,48 @@ def give_up_pinning(mapping: Mapping, problem: str) -> None:
 # Unpinning --------------------------------------------------------------------------------------------------------
 #
 # The last user of a mapping may go anywhere, also inside the garbage collector, where starting a thread would take
-# locks. So one thread waits for mappings to unregister; a SimpleQueue may be put to from a finalizer.
+# locks. So one thread waits for mappings to unregister, as long as any is registered; a SimpleQueue may be put to from a
+# finalizer.
 
 _Retired = tuple[Accelerator, int, int, object]
 _retired: queue.SimpleQueue[_Retired | None] = queue.SimpleQueue()
 _unpinning: threading.Thread | None = None
+_registered = 0
 
 
 def _start_unpinning() -> None:
-    global _unpinning
+    global _registered, _unpinning
     with _pin_lock:
+        _registered += 1
         if _unpinning is None:
             _unpinning = threading.Thread(target=_unregister_retired, args=(_retired,), name="aioarena-unpin", daemon=True)
             _unpinning.start()
-            atexit.register(_stop_unpinning)
 
 
 def _unregister_retired(retired: queue.SimpleQueue[_Retired | None]) -> None:
+    global _registered, _unpinning
     while (item := retired.get()) is not None:
         accelerator, address, device, memory = item
         with contextlib.suppress(Exception):
             accelerator.unregister(address, device)
         # Only now, and not when the next one comes, may it be unmapped.
         del item, accelerator, memory
+        with _pin_lock:
+            _registered -= 1
+            if not _registered:
+                _unpinning = None
+                return
 
 
 def _stop_unpinning() -> None:
     # A daemon thread that comes back from the runtime into an interpreter that is gone would abort the process.
-    if _unpinning is not None:
+    thread = _unpinning
+    if thread is not None:
         _retired.put(None)
-        _unpinning.join(_EXIT_TIMEOUT)
+        thread.join(_EXIT_TIMEOUT)
+
+
+atexit.register(_stop_unpinning)
 
 
 def _unpin(accelerator: Accelerator, address: int, device: int, memory: object, pid: int) -> None:
@@ -325,10 +338,11 @@ def _unpin(accelerator: Accelerator, address: int, device: int, memory: object, 
 
 
 def _after_fork_in_child() -> None:
-    global _pin_lock, _retired, _unpinning
+    global _pin_lock, _registered, _retired, _unpinning
     _pin_lock = threading.Lock()
     _retired = queue.SimpleQueue()
     _unpinning = None
+    _registered = 0
     for mapping in list(_claimed):
         mapping.pin = Pin.NO
 

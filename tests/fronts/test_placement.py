@@ -43,7 +43,7 @@ PATHS = {
     "arena": Path((100_000,), arena=True),
     "arena, copied in threads": Path((3 << 20,), arena=True),
     "frame": Path((300_000,), frames=True, options={"arena": None}),
-    "frame, copied in threads": Path((8 << 20,), frames=True, options={"arena": None}),
+    "frame, copied in threads": Path((3 << 20,), frames=True, options={"arena": None}),
     "larger than the arena": Path((5 << 20,), frames=True),
     "some too many": Path((1 << 20,) * 6, arena=True, frames=True),
     # More inline bytes than an eighth of the ring: they travel together, as one buffer.

@@ -31,6 +31,5 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 def left_over(fake: FakeGpu, threads: set[threading.Thread]) -> list[object]:
-    # The thread that unregisters serves the whole process; pyzmq has one of its own.
-    new = [thread for thread in threading.enumerate() if thread not in threads and thread.name != "aioarena-unpin"]
+    new = [thread for thread in threading.enumerate() if thread not in threads]
     return [*(thread for thread in new if thread.name.startswith("aioarena")), *fake.registered]

@@ -277,6 +277,12 @@ gpu.initialize()
 ENDINGS = {
     "tensor in a global": "kept = asyncio.run(one())",
     "tensor in a cycle": "kept = [asyncio.run(one())]; kept.append(kept)",
+    "tensor in a module that outlives ours": """
+import json
+import aioarena._release
+json.kept = asyncio.run(one())
+sys.kept = aioarena._release  # somebody refers to it, so its names are set to None, and then json's
+""",
     "tensor in a module that goes last": "sys.kept = asyncio.run(one())",
     "event pending": "gpu.default_streams[0].busy = True; asyncio.run(one())",
     "event pending in another thread": """

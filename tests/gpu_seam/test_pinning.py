@@ -194,6 +194,29 @@ async def test_unregister_once_after_the_last_tensor_before_unmap(gpu: FakeGpu) 
 
 
 @both_loops
+async def test_an_arena_is_unmapped_while_another_stays_registered(gpu: FakeGpu) -> None:
+    """Each goes for itself, and when the last one has gone no thread is left."""
+    gpu.initialize()
+    async with channel() as (other, second):
+        async with channel() as (sender, first):
+            await pass_on(sender, first)
+            await pinned(first)
+        [(address, nbytes)] = gpu.registered.items()
+        await pass_on(other, second)
+        await pinned(second)
+        del sender, first
+        gc.collect()
+        await until(lambda: address not in gpu.registered)
+        await until(lambda: not is_mapped(address, nbytes))
+        assert len(gpu.registered) == 1
+        assert "aioarena-unpin" in [thread.name for thread in threading.enumerate()]
+    del second, other
+    gc.collect()
+    await until(lambda: "aioarena-unpin" not in [thread.name for thread in threading.enumerate()])
+    assert gpu.registered == {}
+
+
+@both_loops
 async def test_the_loop_turns_while_unregister_blocks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last user may be dropped on the loop, or by the garbage collector: it starts nothing and waits for nothing."""
     gate = threading.Event()

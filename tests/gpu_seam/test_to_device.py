@@ -180,6 +180,25 @@ async def test_the_loop_turns_while_a_thread_copies(gpu: FakeGpu) -> None:
 
 
 @both_loops
+async def test_close_waits_for_a_thread_that_copies_while_the_loop_turns(gpu: FakeGpu) -> None:
+    """The copy is finished, and its caller gets it."""
+    gpu.initialize()
+    gpu.copy_gate = threading.Event()
+    async with channel(pin="off") as (sender, receiver):
+        received = await pass_on(sender, receiver, 3)
+        task = asyncio.create_task(receiver.to_device(received, "cuda"))
+        await until(gpu.copying.is_set)
+        close = asyncio.create_task(receiver.aclose())
+        await a_while()
+        assert not close.done()
+        gpu.copy_gate.set()
+        await close
+        assert (await task)[0] == 3
+        del received, task
+        await until(lambda: free(sender))
+
+
+@both_loops
 async def test_copies_need_not_wait_for_a_registration(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a second, and the pool may have one thread only. (The runtime may hold them up; we do not.)"""
     gpu.initialize()

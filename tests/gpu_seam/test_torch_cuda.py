@@ -83,7 +83,8 @@ class StubCuda:
 
     @contextmanager
     def use_stream(self, stream: Any) -> Iterator[None]:
-        self.contexts.add(stream.device.index)  # it is made current, and with it its device
+        # It is made current, and with it its device; afterwards, the device that was.
+        self.contexts |= {self.device, stream.device.index}
         before = getattr(self._threads, "stream", None)
         self._threads.stream = stream
         try:
@@ -236,6 +237,7 @@ def test_capturing_asks_for_the_stream_that_is_named(cuda: StubCuda) -> None:
     gpu = TorchCuda()
     assert gpu.capturing(make_stream(1, capturing=True))
     assert not gpu.capturing(make_stream(1))
+    assert cuda.contexts == {1}
 
 
 def test_an_event_is_queried_on_its_device_and_without_breaking_captures(cuda: StubCuda) -> None:
