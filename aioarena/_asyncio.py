@@ -7,6 +7,7 @@ import contextlib
 import os
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -31,10 +32,12 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Endpoint:
+class Endpoint(ABC):
     """One end of a channel on one event loop.
 
-    ``_fault`` is the one thing the hot paths check: None, or a function that makes the error every call has to raise now.
+    ``_fault`` is the one thing the hot paths check: None, or the method that makes the error every call has to raise now.
+    It is kept unbound, because a bound one would be a reference cycle, and a closed end would live on, with its memory and
+    descriptors, until the collector comes by.
     """
 
     _what = "endpoint"
@@ -47,7 +50,7 @@ class Endpoint:
         self._credit = BREATH
         self._tick_timer: asyncio.TimerHandle | None = None
         self._watched: set[int] = set()
-        self._fault: Callable[[], ArenaError] | None = self._not_started
+        self._fault: Callable[[Any], ArenaError] | None = Endpoint._not_started
         _endpoints.add(self)
 
     # Faults -------------------------------------------------------------------------------------------------------
@@ -70,8 +73,8 @@ class Endpoint:
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """Take the running loop as the one this end lives on."""
-        if self._fault is not None and self._fault.__func__ is Endpoint._forked:  # type: ignore[attr-defined]
-            raise self._fault()
+        if self._born_elsewhere():
+            raise self._forked()
         if self._state is not State.NEW:
             raise ClosedError(f"{self._label} was started before; make a new one")
         self._loop = asyncio.get_running_loop()
@@ -81,7 +84,7 @@ class Endpoint:
     def _raise_fault(self) -> None:
         """Raise what keeps this call from going on; to be called when the quick check saw something."""
         if self._fault is not None:
-            raise self._fault()
+            raise self._fault(self)
         self._check_loop()
 
     def _check_loop(self) -> None:
@@ -113,7 +116,7 @@ class Endpoint:
         self._credit = BREATH
         await asyncio.sleep(0)
         if self._fault is not None:
-            raise self._fault()
+            raise self._fault(self)
 
     @contextlib.contextmanager
     def _explained(self, why: Callable[[], str]) -> Iterator[None]:
@@ -147,8 +150,9 @@ class Endpoint:
         self._start_ticking()
         self._tick()
 
+    @abstractmethod
     def _tick(self) -> None:
-        raise NotImplementedError
+        """Look, about once a second, at what needs no wake-up."""
 
     def _detach_from_loop(self) -> None:
         """Take everything of ours off the loop."""
@@ -158,9 +162,9 @@ class Endpoint:
         for fd in list(self._watched):
             self._unwatch(fd)
 
+    @abstractmethod
     def _release_resources(self) -> None:
         """Give back sockets, descriptors and threads, without waiting; to be idempotent."""
-        raise NotImplementedError
 
     def __del__(self) -> None:
         if getattr(self, "_state", State.CLOSED) not in (State.STARTING, State.OPEN) or self._born_elsewhere():
@@ -175,7 +179,7 @@ class Endpoint:
         return False
 
     def _born_elsewhere(self) -> bool:
-        return self._fault is not None and getattr(self._fault, "__func__", None) is Endpoint._forked
+        return self._fault is Endpoint._forked
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} {self._state.value}>"
@@ -218,7 +222,7 @@ _inherited: list[Any] = []
 def _after_fork_in_child() -> None:
     for endpoint in list(_endpoints):
         if endpoint._state is not State.CLOSED and not endpoint._survives_fork():
-            endpoint._fault = endpoint._forked
+            endpoint._fault = Endpoint._forked
             _inherited.append(endpoint)
 
 

@@ -120,6 +120,7 @@ class GpuSide:
         while self._copies:
             await asyncio.wait(self._copies)
         self._stopped = True
+        self._watch = _ignore  # it belongs to the receiver that owns us: kept, the two would be a reference cycle
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -143,3 +144,7 @@ class GpuSide:
         return await _devices.to_accelerator(
             obj, device, stream, self._accelerator, self._pool, pinned, self._held_by, self._copies
         )
+
+
+def _ignore(fd: int, callback: Callable[[], None]) -> None:
+    """What watches for a receiver that is closed."""

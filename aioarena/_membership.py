@@ -266,3 +266,9 @@ class Members:
     def close(self) -> None:
         for member in {*self.by_rank.values(), *self._departed}:
             self._close_pidfd(member)
+        # They belong to the sender that owns us: kept, they would keep it until the collector finds the cycle.
+        self._watch = self._changed = self._unwatch = _ignore
+
+
+def _ignore(*_: object) -> None:
+    """What is called for of a closed channel."""

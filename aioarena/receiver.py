@@ -140,7 +140,7 @@ class Receiver(Endpoint):
             await self._join()
         except BaseException:
             self._state = State.CLOSED
-            self._fault = self._closed
+            self._fault = Endpoint._closed
             self._detach_from_loop()
             self._release_resources()
             raise
@@ -252,7 +252,7 @@ class Receiver(Endpoint):
         assert self._loop is not None
         self._state = State.CLOSING
         self._finished = self._loop.create_future()
-        self._fault = self._closed
+        self._fault = Endpoint._closed
         self._notify()
         try:
             # They see the fault, or end by themselves. Their copies run in threads that closing would wait for, blocking.
@@ -278,7 +278,7 @@ class Receiver(Endpoint):
 
     def _finish(self) -> None:
         self._state = State.CLOSED
-        self._fault = self._closed
+        self._fault = Endpoint._closed
         self._detach_from_loop()
         self._release_resources()
         self._notify()

@@ -114,6 +114,14 @@ class Sender(Endpoint):
             raise ValueError(f'on_reader_lost must be "raise" or "continue", not {on_reader_lost!r}')
         if arena is not None and not isinstance(arena, ArenaConfig):
             raise TypeError(f"arena must be an ArenaConfig or None, not {type(arena).__name__}")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a str or None, not {type(name).__name__}")
+        if name is not None and "\0" in name:
+            raise ValueError(f"name must not contain a zero character: {name!r}")
+        for what, value in (("frame_budget", frame_budget), ("stall_after", stall_after), ("linger", linger)):
+            _check_not_negative(what, value)
+        if evict_after is not None:
+            _check_not_negative("evict_after", evict_after)
         nonce = secrets.token_bytes(16)
         super().__init__(f"channel-{nonce.hex()[:6]}" if name is None else name)
         layout = Layout(
@@ -189,7 +197,7 @@ class Sender(Endpoint):
             self._start_ticking()
         except BaseException:
             self._state = State.CLOSED
-            self._fault = self._closed
+            self._fault = Endpoint._closed
             self._core.ring.close()  # as in aclose
             self._release_resources()
             raise
@@ -219,7 +227,7 @@ class Sender(Endpoint):
         assert self._loop is not None
         self._state = State.CLOSING
         self._finished = self._loop.create_future()
-        self._fault = self._closed
+        self._fault = Endpoint._closed
         self._notify_all()
         try:
             # Sends under way hold spans and run copies; they see the fault and give both back.
@@ -253,7 +261,7 @@ class Sender(Endpoint):
 
     def _finish(self) -> None:
         self._state = State.CLOSED
-        self._fault = self._closed
+        self._fault = Endpoint._closed
         self._detach_from_loop()
         self._release_resources()
         self._notify_all()
@@ -470,9 +478,9 @@ class Sender(Endpoint):
             self._control.unlink()
             if self._arena is not None:
                 self._arena.unlink()
-        if self._fault in (None, self._lost):
+        if self._fault in (None, Sender._lost):
             assert self._members is not None
-            self._fault = self._lost if self._on_reader_lost == "raise" and self._members.lost else None
+            self._fault = Sender._lost if self._on_reader_lost == "raise" and self._members.lost else None
         self._notify_all()
 
     def _lost(self) -> ArenaError:
@@ -588,3 +596,10 @@ class Sender(Endpoint):
             spans_held=len(held),
             slots_held=tuple(span.slot for span in held),
         )
+
+
+def _check_not_negative(what: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{what} must be a number, not {type(value).__name__}")
+    if not value >= 0:  # NaN neither
+        raise ValueError(f"{what} must not be negative, not {value}")

@@ -224,12 +224,14 @@ class Segment:
                 os.unlink(self._path)
 
     def close(self) -> None:
-        """Give up name and descriptor. The mapping lives on as long as something refers to it."""
+        """Give up name, descriptor and mapping. The memory lives on as long as something else refers to the mapping."""
         if getattr(self, "_fd", -1) < 0:  # also after a failed construction
             return
         self.unlink()
         os.close(self._fd)
         self._fd = -1
+        # A closed sender that somebody still holds must not hold gigabytes.
+        self.__dict__.pop("mapping", None)
 
 
 def attach(ref: SegmentRef) -> Mapping:

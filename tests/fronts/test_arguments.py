@@ -349,3 +349,18 @@ async def test_nowait_calls_work_without_ever_turning_the_loop(open_channel: Ope
             assert got == number
             assert shows(tensor, number % 251)
             del tensor
+
+
+@pytest.mark.parametrize("option", ["frame_budget", "stall_after", "linger", "evict_after"])
+def test_numbers_are_checked(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must not be negative, not -1"):
+        aioarena.Sender(1, **{option: -1})
+    with pytest.raises(TypeError, match=f"{option} must be a number, not str"):
+        aioarena.Sender(1, **{option: "1"})
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(TypeError, match="name must be a str or None, not int"):
+        aioarena.Sender(1, name=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="zero character"):
+        aioarena.Sender(1, name="a\0b")
