@@ -252,6 +252,10 @@ class Members:
             f"{len(spans)} spans of the arena" + (f" (at slots {slots})" if spans else "")
         )
 
+    def seated(self) -> list[int]:
+        """The incarnations of those who have a seat."""
+        return [self.by_rank[rank].incarnation for rank in self._core.seated]
+
     def slowest(self) -> int | None:
         """The rank that is furthest behind, None without readers."""
         return max(self._core.seated, key=lambda rank: self._core.lag(rank)[1], default=None)

@@ -230,7 +230,7 @@ class Receiver(Endpoint):
                 await self._changed()
                 if self._state is not State.STARTING:
                     raise self._closed()
-        wire.drop_frames(core.start())
+        core.start()
 
     async def aclose(self) -> None:
         """Leave the channel. What was not received is skipped; tensors already received stay valid.

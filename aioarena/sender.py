@@ -433,9 +433,9 @@ class Sender(Endpoint):
                 if placement.where == INLINE:
                     inline.append((offset, source.tobytes()))
         if placed.frames:
-            assert self._wire is not None
+            assert self._wire is not None and self._members is not None
             # Before the record: if ZMQ refuses, nothing was published. A reader drops frames no record names.
-            self._wire.send_frames(self._core.number_frames(placed), frames)
+            self._wire.send_frames(self._core.number_frames(placed), frames, self._members.seated())
         self._core.publish(placed, inline)
         # All of it, since what is not large was copied on the loop.
         self._credit -= sum(placement.nbytes for placement in placed.placements) >> BREATH_SHIFT

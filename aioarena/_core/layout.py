@@ -16,7 +16,6 @@ index                   written    read        field
 40 + 16 r               sender     reader r    seat: incarnation that owns rank r, 0 when vacant
 41 + 16 r               sender     reader r    head at the moment the seat was given
 42 + 16 r               sender     reader r    messages published at that moment
-43 + 16 r               sender     reader r    number of the last frame message at that moment
 48 + 16 r (own line)    reader r*  sender      tail: byte cursor up to which reader r is done
 49 + 16 r               reader r*  sender      messages received
 parked + r              reader r   sender      number of this park of reader r, 0 when awake
@@ -77,9 +76,6 @@ class Layout:
 
     def seat_number(self, rank: int) -> int:
         return self.seat(rank) + 2
-
-    def seat_frame(self, rank: int) -> int:
-        return self.seat(rank) + 3
 
     def tail(self, rank: int) -> int:
         return self.seat(rank) + 8

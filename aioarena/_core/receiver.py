@@ -91,16 +91,11 @@ class ReceiverCore:
         """Whether the sender has closed in good order."""
         return self._words[CLOSED] == 1
 
-    def start(self) -> int:
-        """Begin where the sender seated this reader.
-
-        Returns:
-            Number of the last frame message before that: it and older ones are not for this reader.
-        """
+    def start(self) -> None:
+        """Begin where the sender seated this reader."""
         self._order()
         layout, words = self.layout, self._words
         self.ring.start(words[layout.seat_head(self.rank)], words[layout.seat_number(self.rank)])
-        return words[layout.seat_frame(self.rank)]
 
     def take(self) -> bytes | IncomingMessage | None:
         """Copy the next message out of the ring, without moving on.

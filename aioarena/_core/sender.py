@@ -148,7 +148,6 @@ class SenderCore:
         self.ring.add_reader(rank)
         words[layout.seat_head(rank)] = self.ring.head
         words[layout.seat_number(rank)] = self.ring.published
-        words[layout.seat_frame(rank)] = self._frame_number
         # Everything the reader starts from, before the seat that lets it start.
         self._order()
         words[layout.seat(rank)] = incarnation

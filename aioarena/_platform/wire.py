@@ -6,15 +6,17 @@ They carry wake-ups, frames, joins and leaves; never the bytes of the arena. A m
 direction  message             meaning
 =========  ==================  =======================================================================
 down       ``W``               look at the ring
-down       ``F`` number, part  parts of frame message ``number`` follow
+down       ``F`` incarnation,  parts of frame message ``number`` for that reader follow
+           number
 down       ``I`` incarnation   refusal of that reader's join; the reason follows
 up         ``J`` ...           join: nonce, layout version, rank, incarnation, pid, start ticks, pid namespace
 up         ``L`` ...           leave: nonce, rank, incarnation
 up         ``W`` ...           the sender's wait is over: nonce, rank
 =========  ==================  =======================================================================
 
-Every reader subscribes to ``W``, ``F`` and to its own ``I`` topic. The last doubles as a sign of life: when the
-connection ends, libzmq hands the sender an unsubscription from it.
+Every reader subscribes to ``W`` and to its own ``F`` and ``I`` topics. Frames are addressed to each seated reader, so that
+nothing is queued for one that was given up and does not read; libzmq shares the bytes among them. The ``I`` topic doubles
+as a sign of life: when the connection ends, libzmq hands the sender an unsubscription from it.
 
 ZMQ's descriptor is edge-triggered, and every operation on the socket may consume the edge. So whoever sends has to ask
 :meth:`~_Wire.readable` afterwards and drain if it says so, or what arrived meanwhile sits there until the next message.
@@ -28,7 +30,7 @@ import stat
 import struct
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,8 @@ _RECONNECT_MAX_MS = 200
 _JOIN = struct.Struct("=c16sIIQQQQ")
 _LEAVE = struct.Struct("=c16sIQ")
 _WAKE = struct.Struct("=c16sI")
-_NUMBER = struct.Struct("=cQ")
+_TOPIC = struct.Struct("=cQ")  # letter and incarnation
+_FRAMES = struct.Struct("=cQQ")  # topic and number of the frame message
 
 
 # One context a process, so one I/O thread however many channels it has; terminated with its last socket.
@@ -219,12 +222,15 @@ class SenderWire(_Wire):
     def wake(self) -> None:
         self.socket.send(b"W")
 
-    def send_frames(self, number: int, parts: Sequence[Any]) -> None:
-        """Queue a frame message. ``parts`` become libzmq's: nobody may write to them any more."""
-        self.socket.send_multipart([_NUMBER.pack(b"F", number), *parts], copy=False)
+    def send_frames(self, number: int, parts: Sequence[Any], incarnations: Iterable[int]) -> None:
+        """Queue a frame message for some readers. ``parts`` become libzmq's: nobody may write to them any more."""
+        # One message object per part, whose memory all queues share; it goes once the last of them has sent it.
+        frames = [zmq.Frame(part, copy=False) for part in parts]
+        for incarnation in incarnations:
+            self.socket.send_multipart([_FRAMES.pack(b"F", incarnation, number), *frames], copy=False)
 
     def refuse(self, incarnation: int, reason: str) -> None:
-        self.socket.send(_NUMBER.pack(b"I", incarnation) + reason.encode())
+        self.socket.send(_TOPIC.pack(b"I", incarnation) + reason.encode())
 
     def drain(self) -> list[Event]:
         """Everything that arrived."""
@@ -241,8 +247,8 @@ class SenderWire(_Wire):
 
     def _parse(self, message: bytes) -> Event | None:
         kind = message[:1]
-        if kind == b"\x00" and message[1:2] == b"I" and len(message) == 1 + _NUMBER.size:
-            return Disconnect(_NUMBER.unpack(message[1:])[1])
+        if kind == b"\x00" and message[1:2] == b"I" and len(message) == 1 + _TOPIC.size:
+            return Disconnect(_TOPIC.unpack(message[1:])[1])
         if kind in (b"\x00", b"\x01"):
             return None  # other (un)subscriptions
         if message[1:17] == self._nonce:
@@ -289,8 +295,9 @@ class ReceiverWire(_Wire):
             self.monitor_fd: int = self._monitor.getsockopt(zmq.FD)  # type: ignore[assignment]
             socket.connect(f"ipc://{path}")
             # Before the join on the same connection: by the time the sender reads the join, it sends us these topics.
-            self._own_topic = _NUMBER.pack(b"I", incarnation)
-            for topic in (b"W", b"F", self._own_topic):
+            self._refusals = _TOPIC.pack(b"I", incarnation)
+            self._own_frames = _TOPIC.pack(b"F", incarnation)
+            for topic in (b"W", self._own_frames, self._refusals):
                 socket.send(b"\x01" + topic)
         except BaseException:
             self.close()
@@ -335,10 +342,11 @@ class ReceiverWire(_Wire):
         head = parts[0].bytes
         if head == b"W":
             return
-        if head[:1] == b"F" and len(head) == _NUMBER.size:
-            self._frames[_NUMBER.unpack(head)[1]] = parts[1:]
-        elif head[: _NUMBER.size] == self._own_topic:
-            self.refusal = head[_NUMBER.size :].decode(errors="replace")
+        topic = head[: _TOPIC.size]
+        if topic == self._own_frames and len(head) == _FRAMES.size:
+            self._frames[_FRAMES.unpack(head)[2]] = parts[1:]
+        elif topic == self._refusals:
+            self.refusal = head[_TOPIC.size :].decode(errors="replace")
         else:
             self.foreign += 1
 
@@ -347,7 +355,7 @@ class ReceiverWire(_Wire):
         return self._frames.get(number)
 
     def drop_frames(self, number: int) -> None:
-        """Forget a frame message and all before it (of sends that were cancelled, or from before this reader)."""
+        """Forget a frame message and all before it."""
         for known in [known for known in self._frames if known <= number]:
             del self._frames[known]
 

@@ -526,7 +526,7 @@ def names_of(layout: Layout) -> Callable[[int], str]:
     known = {HEAD: "head", PUBLISHED: "published", SENDER_PARKED: "sender parked", CLOSED: "closed"}
     for rank in range(layout.readers):
         known[layout.parked + rank] = f"parked[{rank}]"
-        for field in ("seat", "seat_head", "seat_number", "seat_frame", "tail", "received"):
+        for field in ("seat", "seat_head", "seat_number", "tail", "received"):
             known[getattr(layout, field)(rank)] = f"{field}[{rank}]"
         for slot in range(layout.slots):
             known[layout.done + slot * layout.readers + rank] = f"done[{slot}][{rank}]"

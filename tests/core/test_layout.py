@@ -23,11 +23,7 @@ SIZES = pytest.mark.parametrize(
 
 def sender_words(layout: Layout) -> set[int]:
     """Words that only the sender writes while readers read."""
-    seats = [
-        place(rank)
-        for rank in range(layout.readers)
-        for place in (layout.seat, layout.seat_head, layout.seat_number, layout.seat_frame)
-    ]
+    seats = [place(rank) for rank in range(layout.readers) for place in (layout.seat, layout.seat_head, layout.seat_number)]
     return {*range(module.SLOT_BYTES_WORD + 1), HEAD, PUBLISHED, SENDER_PARKED, CLOSED, *seats}
 
 
@@ -48,7 +44,7 @@ def test_no_two_fields_share_a_word(layout: Layout) -> None:
         fields += [reader_words(layout, rank), done_words(layout, rank)]
     every = set().union(*fields)
     assert len(every) == sum(len(words) for words in fields)
-    assert len(sender_words(layout)) == 8 + 4 + 4 * layout.readers
+    assert len(sender_words(layout)) == 8 + 4 + 3 * layout.readers
     assert max(every) < layout.ring_offset // 8
 
 
@@ -94,9 +90,9 @@ def test_words_lie_where_version_1_has_them() -> None:
     assert module.VERSION == 1
     assert int.from_bytes(b"AIOARENA", "little") == MAGIC
     assert (HEAD, PUBLISHED, SENDER_PARKED, CLOSED) == (16, 17, 24, 32)
-    places = (layout.seat, layout.seat_head, layout.seat_number, layout.seat_frame, layout.tail, layout.received)
-    assert [place(0) for place in places] == [40, 41, 42, 43, 48, 49]
-    assert [place(1) for place in places] == [56, 57, 58, 59, 64, 65]
+    places = (layout.seat, layout.seat_head, layout.seat_number, layout.tail, layout.received)
+    assert [place(0) for place in places] == [40, 41, 42, 48, 49]
+    assert [place(1) for place in places] == [56, 57, 58, 64, 65]
     assert (layout.parked, layout.done, layout.ring_offset) == (72, 80, 4096)
 
 

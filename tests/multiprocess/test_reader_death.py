@@ -465,7 +465,6 @@ async def test_an_evicted_reader(farm: Farm) -> None:
         assert await successor.aget() == "joined"
 
 
-@pytest.mark.xfail(reason="every connected reader is subscribed to all frames, also one that was evicted and does not read")
 async def test_frames_of_an_evicted_reader_do_not_pile_up(farm: Farm) -> None:
     """Frames are bounded by the budget, whoever does not read them: nothing is queued for a reader that was given up."""
     sender, reader, stuck = farm.several(3)

@@ -73,14 +73,16 @@ def test_what_a_sender_says(sender: SenderWire, receiver: ReceiverWire) -> None:
     receiver.join(ProcessIdentity.current())
     received(sender, 1)
     sender.wake()
-    sender.send_frames(5, [b"first", b"second"])
-    sender.send_frames(6, [b"third"])
+    sender.send_frames(4, [b"for another reader"], [78])
+    sender.send_frames(5, [b"first", b"second"], [76, 77])
+    sender.send_frames(6, [b"third"], [77])
     sender.refuse(78, "not you")
     sender.refuse(77, "you, for a reason")
     eventually(lambda: receiver.drain() and receiver.refusal is not None, "the refusal does not arrive")
     assert receiver.refusal == "you, for a reason"
     assert [bytes(part) for part in receiver.frames(5) or ()] == [b"first", b"second"]
     assert [bytes(part) for part in receiver.frames(6) or ()] == [b"third"]
+    assert receiver.frames(4) is None
     assert receiver.frames(7) is None
     receiver.drop_frames(5)
     assert receiver.frames(5) is None
@@ -92,7 +94,7 @@ def test_the_end_of_the_sender(sender: SenderWire, receiver: ReceiverWire) -> No
     """A reader notices that the connection ended, after everything that came over it."""
     receiver.join(ProcessIdentity.current())
     received(sender, 1)
-    sender.send_frames(1, [bytes(1000)])
+    sender.send_frames(1, [bytes(1000)], [77])
     eventually(lambda: receiver.drain() and receiver.frames(1), "the frame does not arrive")
     assert not receiver.disconnected
     sender.close()
