@@ -10,7 +10,7 @@ import zmq
 from aioarena._copying import ON_LOOP_BYTES, CopyPool, join
 from aioarena._core.receiver import IncomingMessage, unpack
 from aioarena._core.record import ARENA, FRAME, Placement, decode_table
-from aioarena._devices import copy_steps
+from aioarena._devices import private_portions
 from aioarena._platform.memory import address_of
 from aioarena._platform.wire import ReceiverWire
 from aioarena._release import SpanLedger
@@ -121,8 +121,8 @@ class Assembler:
     async def private_copies(self, taken: IncomingMessage) -> dict[int, memoryview]:
         """Private copies of the large spans, made in threads. Cancelling leaves the message where it is."""
         assert self._ledger is not None
-        copies, steps = copy_steps(self._ledger.mapping, self._slot_bytes, self._large_spans(taken))
-        job = self._pool.start(steps)
+        copies, portions = private_portions(self._ledger.mapping, self._slot_bytes, self._large_spans(taken))
+        job = self._pool.start(portions)
         await join([asyncio.wrap_future(job.done)], job.abort)
         return copies
 

@@ -19,12 +19,12 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from aioarena._copying import STEP_BYTES, Portion
 from aioarena.exceptions import BusyError, EncodeError
 
 _PROTOCOL = 5
@@ -43,11 +43,8 @@ class Source(Protocol):
     def tobytes(self) -> bytes | memoryview:
         """The bytes, for the ring."""
 
-    def pieces(self, destination: int, chunk: int) -> list[Callable[[], object]]:
-        """Copy steps of about ``chunk`` bytes each that together fill the memory at address ``destination``.
-
-        The steps run in any order, in any threads, and release the GIL while they copy.
-        """
+    def portions(self, destination: int) -> list[Portion]:
+        """What to copy to fill the memory at address ``destination``."""
 
 
 _memmove = ctypes.CDLL(None).memmove  # CDLL, so that the GIL is released while it copies
@@ -73,13 +70,11 @@ class MemorySource:
     def tobytes(self) -> bytes:
         return ctypes.string_at(self._address, self.nbytes)
 
-    def pieces(self, destination: int, chunk: int) -> list[Callable[[], object]]:
-        source = self._address
+    def portions(self, destination: int) -> list[Portion]:
+        def copy(start: int, stop: int) -> None:
+            _memmove(destination + start, self._address + start, stop - start)
 
-        def step(offset: int) -> Callable[[], object]:
-            return lambda: _memmove(destination + offset, source + offset, min(chunk, self.nbytes - offset))
-
-        return [step(offset) for offset in range(0, self.nbytes, chunk)]
+        return [Portion(self.nbytes, 1, copy)]
 
 
 class ChunksSource:
@@ -94,12 +89,12 @@ class ChunksSource:
     def tobytes(self) -> bytes:
         return b"".join(self._chunks)
 
-    def pieces(self, destination: int, chunk: int) -> list[Callable[[], object]]:
-        steps = []
+    def portions(self, destination: int) -> list[Portion]:
+        portions = []
         for part in self._chunks:
-            steps += MemorySource.of(part).pieces(destination, chunk)
+            portions += MemorySource.of(part).portions(destination)
             destination += len(part)
-        return steps
+        return portions
 
 
 class GatherSource:
@@ -115,21 +110,21 @@ class GatherSource:
     def tobytes(self) -> bytes:
         return self._array.tobytes()
 
-    def pieces(self, destination: int, chunk: int) -> list[Callable[[], object]]:
+    def portions(self, destination: int) -> list[Portion]:
         source = self._array
+        if not source.size:
+            return []
         memory = (ctypes.c_ubyte * self.nbytes).from_address(destination)
         target: np.ndarray[Any, Any] = np.ndarray(source.shape, source.dtype, memoryview(memory))
-        wanted = -(-self.nbytes // chunk)
-        # The first axis that is long enough keeps the pieces compact; a batch of one image needs another than the first.
+        wanted = -(-self.nbytes // STEP_BYTES)
+        # The first axis that is long enough keeps the parts compact; a batch of one image needs another than the first.
         axis = next((i for i, n in enumerate(source.shape) if n >= wanted), int(np.argmax(source.shape)))
-        count = min(source.shape[axis], wanted)
-        edges = [source.shape[axis] * i // count for i in range(count + 1)]
 
-        def step(start: int, stop: int) -> Callable[[], object]:
+        def copy(start: int, stop: int) -> None:
             where = (slice(None),) * axis + (slice(start, stop),)
-            return lambda: np.copyto(target[where], source[where])
+            np.copyto(target[where], source[where])
 
-        return [step(start, stop) for start, stop in pairwise(edges)]
+        return [Portion(source.shape[axis], self.nbytes // source.shape[axis], copy)]
 
 
 class Plan:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from aioarena._codec import MemorySource
-from aioarena._copying import ON_LOOP_BYTES, STEP_BYTES, CopyPool
+from aioarena._copying import ON_LOOP_BYTES, CopyPool, Portion
 from aioarena._core.record import Placement
 from aioarena._platform.accelerator import Accelerator, Event
 from aioarena._platform.memory import Mapping
@@ -200,15 +200,15 @@ async def _in_thread(pool: CopyPool, work: Callable[[], Any], under_way: set[asy
         del future, failure
 
 
-def copy_steps(
+def private_portions(
     arena: Mapping, slot_bytes: int, placements: Sequence[tuple[int, Placement]]
-) -> tuple[dict[int, memoryview], list[Callable[[], object]]]:
-    """Memory and copy steps for private copies of spans, by buffer index."""
+) -> tuple[dict[int, memoryview], list[Portion]]:
+    """Memory for private copies of spans, by buffer index, and what to copy."""
     copies: dict[int, memoryview] = {}
-    steps: list[Callable[[], object]] = []
+    portions: list[Portion] = []
     for index, placement in placements:
         target = np.empty(placement.nbytes, np.uint8)
         source = MemorySource(arena.address + placement.slot * slot_bytes, placement.nbytes, arena)
-        steps += source.pieces(target.ctypes.data, STEP_BYTES)
+        portions += source.portions(target.ctypes.data)
         copies[index] = target.data
-    return copies, steps
+    return copies, portions

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from aioarena._codec import MemorySource, Plan
-from aioarena._copying import ON_LOOP_BYTES, STEP_BYTES, CopyPool, join
+from aioarena._copying import ON_LOOP_BYTES, CopyPool, Portion, join
 from aioarena._core.arena import Arena
 from aioarena._core.record import INLINE
 from aioarena._core.sender import LARGER_THAN_ARENA, PlacedMessage, SenderCore
@@ -24,7 +24,6 @@ logger = logging.getLogger("aioarena")
 _FALLBACK_LOG_INTERVAL = 60.0
 
 Frames = list["np.ndarray[Any, Any]"]
-_Step = Callable[[], object]
 
 
 class Filler:
@@ -86,61 +85,61 @@ class Filler:
     # Copies ---------------------------------------------------------------------------------------------------------
 
     async def fill_spans(self, plan: Plan, placed: PlacedMessage) -> None:
-        await self._run(self._span_steps(plan, placed), sum(span.nbytes for span in placed.spans.values()))
+        await self._run(self._span_portions(plan, placed), sum(span.nbytes for span in placed.spans.values()))
 
     async def fill_frames(self, plan: Plan, placed: PlacedMessage) -> Frames:
-        frames, steps = self._frame_steps(plan, placed)
-        await self._run(steps, placed.frame_nbytes)
+        frames, portions = self._frame_portions(plan, placed)
+        await self._run(portions, placed.frame_nbytes)
         return frames
 
     def fill_now(self, plan: Plan, placed: PlacedMessage) -> Frames:
         """Fill spans and frames in the calling thread."""
-        frames, steps = self._frame_steps(plan, placed)
+        frames, portions = self._frame_portions(plan, placed)
         started = time.perf_counter()
-        for step in self._span_steps(plan, placed) + steps:
-            step()
+        for portion in self._span_portions(plan, placed) + portions:
+            portion.copy_all()
         self.seconds += time.perf_counter() - started
         return frames
 
-    async def _run(self, steps: list[_Step], nbytes: int) -> None:
+    async def _run(self, portions: list[Portion], nbytes: int) -> None:
         started = time.perf_counter()
         if nbytes <= ON_LOOP_BYTES:
-            for step in steps:
-                step()
+            for portion in portions:
+                portion.copy_all()
         else:
-            job = self._pool.start(steps)
+            job = self._pool.start(portions)
             await join([asyncio.wrap_future(job.done)], job.abort)
         self.seconds += time.perf_counter() - started
 
-    def _span_steps(self, plan: Plan, placed: PlacedMessage) -> list[_Step]:
-        steps: list[_Step] = []
+    def _span_portions(self, plan: Plan, placed: PlacedMessage) -> list[Portion]:
+        portions: list[Portion] = []
         for index, span in placed.spans.items():
             assert self._arena is not None
             destination = self._arena.mapping.address + span.slot * self._core.arena.slot_bytes
-            steps += _steps_into(destination, plan, placed, index)
-        return steps
+            portions += _portions_into(destination, plan, placed, index)
+        return portions
 
-    def _frame_steps(self, plan: Plan, placed: PlacedMessage) -> tuple[Frames, list[_Step]]:
+    def _frame_portions(self, plan: Plan, placed: PlacedMessage) -> tuple[Frames, list[Portion]]:
         # Memory of their own: libzmq reads frames after send returned, when the caller may have changed his.
         frames: Frames = []
-        steps: list[_Step] = []
+        portions: list[Portion] = []
         for index in placed.frames:
             nbytes = placed.body_nbytes if index < 0 else placed.placements[index].nbytes
             frame = np.empty(nbytes, np.uint8)
             frames.append(frame)
-            steps += _steps_into(frame.ctypes.data, plan, placed, index)
-        return frames, steps
+            portions += _portions_into(frame.ctypes.data, plan, placed, index)
+        return frames, portions
 
 
-def _steps_into(destination: int, plan: Plan, placed: PlacedMessage, index: int) -> list[_Step]:
-    """Copy steps of one buffer, or of the pack (index -1), to an address."""
+def _portions_into(destination: int, plan: Plan, placed: PlacedMessage, index: int) -> list[Portion]:
+    """What to copy of one buffer, or of the pack (index -1), to an address."""
     if index >= 0:
-        return plan.sources[index].pieces(destination, STEP_BYTES)
-    steps = MemorySource.of(placed.table).pieces(destination, STEP_BYTES)
+        return plan.sources[index].portions(destination)
+    portions = MemorySource.of(placed.table).portions(destination)
     for source, placement, offset in zip(plan.sources, placed.placements, placed.offsets, strict=True):
         if placement.where == INLINE and placement.nbytes:
-            steps += source.pieces(destination + offset, STEP_BYTES)
-    return steps
+            portions += source.portions(destination + offset)
+    return portions
 
 
 class FallbackLog:

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,10 @@ def by_pieces(source: Any) -> memoryview:
     """Copy a source as threads do: in steps, in any order."""
     guard = 64
     memory = np.full(source.nbytes + 2 * guard, 0xA5, np.uint8)
-    for step in reversed(source.pieces(memory.ctypes.data + guard, CHUNK)):
-        step()
+    for portion in reversed(source.portions(memory.ctypes.data + guard)):
+        edges = [*range(0, portion.items, max(1, CHUNK // portion.unit)), portion.items]
+        for start, stop in reversed(list(pairwise(edges))):
+            portion.copy(start, stop)
     edges = np.concatenate([memory[:guard], memory[-guard:]])
     assert (edges == 0xA5).all(), "a copy step wrote outside of its memory"
     return memory[guard : guard + source.nbytes].copy().data

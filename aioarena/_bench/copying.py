@@ -20,7 +20,7 @@ import numpy as np
 from aioarena._bench._result import Result, Section
 from aioarena._bench._text import Progress, show_micros, show_size
 from aioarena._codec import MemorySource
-from aioarena._copying import ON_LOOP_BYTES, STEP_BYTES, CopyPool, default_threads, join
+from aioarena._copying import ON_LOOP_BYTES, CopyPool, default_threads, join
 from aioarena._platform.memory import Segment
 
 _SIZES = tuple(4096 << shift for shift in range(15))  # 4 KiB to 64 MiB
@@ -58,11 +58,11 @@ async def _measure_size(nbytes: int, samples: int, pool: CopyPool) -> dict[str, 
     source = MemorySource.of(array.data)
 
     async def on_loop(address: int) -> None:
-        for step in source.pieces(address, STEP_BYTES):
-            step()
+        for portion in source.portions(address):
+            portion.copy_all()
 
     async def in_threads(address: int) -> None:
-        job = pool.start(source.pieces(address, STEP_BYTES))
+        job = pool.start(source.portions(address))
         await join([asyncio.wrap_future(job.done)], job.abort)
 
     record: dict[str, Any] = {"nbytes": nbytes}
@@ -82,7 +82,7 @@ async def _measure_size(nbytes: int, samples: int, pool: CopyPool) -> dict[str, 
 
 async def measure(options: CopyOptions, progress: Progress) -> Result:
     pool = CopyPool("bench")
-    threads = sum(default_threads())
+    threads = default_threads()
     result = Result("copy", settings={"threads": threads, "on_loop_bytes": ON_LOOP_BYTES})
     section = Section(
         f"One copy into shared memory, made on the loop or handed to {threads} threads. Microseconds, medians.\n"

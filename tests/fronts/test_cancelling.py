@@ -14,7 +14,7 @@ import torch
 
 from aioarena import EncodeError, Receiver, Sender, WouldBlock
 from aioarena._codec import MemorySource
-from aioarena._copying import default_threads
+from aioarena._copying import Portion, default_threads
 from tests.conftest import ARENA, PATIENCE, RING_BYTES, Channel, OpenChannel
 from tests.fronts.support import cancelled, fill_ring, filled, in_arena, parked, shows, turns, until
 
@@ -217,31 +217,31 @@ class Gate:
         self.inside = 0
         self.entered = 0
 
-    def hold(self, step: Callable[[], object]) -> Callable[[], object]:
-        def held_step() -> object:
+    def hold(self, portion: Portion) -> Portion:
+        def held_copy(start: int, stop: int) -> object:
             self.inside += 1
             self.entered += 1
             self.began.set()
             try:
                 assert self.open.wait(PATIENCE)
-                return step()
+                return portion.copy(start, stop)
             finally:
                 self.inside -= 1
 
-        return held_step
+        return portion._replace(copy=held_copy)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Copies of more than 512 KiB wait until it is opened."""
     gate = Gate()
-    pieces = MemorySource.pieces
+    portions = MemorySource.portions
 
-    def gated(self: MemorySource, destination: int, chunk: int) -> list[Callable[[], object]]:
-        steps = pieces(self, destination, chunk)
-        return [gate.hold(step) for step in steps] if self.nbytes > 512 << 10 else steps
+    def gated(self: MemorySource, destination: int) -> list[Portion]:
+        large = self.nbytes > 512 << 10
+        return [gate.hold(portion) if large else portion for portion in portions(self, destination)]
 
-    monkeypatch.setattr(MemorySource, "pieces", gated)
+    monkeypatch.setattr(MemorySource, "portions", gated)
     return gate
 
 
@@ -267,7 +267,7 @@ async def test_a_send_cancelled_in_its_copy_ends_when_the_threads_let_go(
         await asyncio.wait([task])
         assert task.cancelled()
         assert gate.inside == 0
-        assert gate.entered <= sum(default_threads())
+        assert gate.entered <= default_threads()
         tensor.fill_(2)
         await channel.sender.send(numbered(7, 100_000))
         await receives(channel.receiver, 7)
@@ -572,16 +572,16 @@ async def test_a_send_that_fails_between_others_disturbs_neither(open_channel: O
 async def test_a_copy_that_fails_fails_the_send(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever goes wrong in a thread comes out of the call, and the channel lives on."""
 
-    def broken(self: MemorySource, destination: int, chunk: int) -> list[Callable[[], object]]:
-        def fail() -> None:
+    def broken(self: MemorySource, destination: int) -> list[Portion]:
+        def fail(start: int, stop: int) -> None:
             raise OSError("the memory is gone")
 
-        return [fail] * 3
+        return [Portion(self.nbytes, 1, fail)] * 3
 
     async with open_channel() as channel:
         for size in (100_000, 2 << 20, 5 << 20):
             with monkeypatch.context() as patch:
-                patch.setattr(MemorySource, "pieces", broken)
+                patch.setattr(MemorySource, "portions", broken)
                 with pytest.raises(OSError, match="the memory is gone"):
                     await channel.sender.send(filled(1, size))
             assert channel.claimed_spans == 0

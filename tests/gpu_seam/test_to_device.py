@@ -204,7 +204,7 @@ async def test_copies_need_not_wait_for_a_registration(gpu: FakeGpu, monkeypatch
     gpu.initialize()
     gpu.register_gate = threading.Event()
     async with channel() as (sender, receiver):
-        monkeypatch.setattr(receiver._pool, "_normal", 1)
+        monkeypatch.setattr(receiver._pool, "_threads", 1)
         received = await pass_on(sender, receiver)
         await until(gpu.registering.is_set)
         task = asyncio.create_task(receiver.to_device(received, "cuda"))

@@ -276,7 +276,7 @@ def _stick_in_the_middle_of_a_copy(chan: aioarena.Sender) -> Any:
     from aioarena import _codec, _copying, _filling
 
     # Pieces of 64 KiB, so that a message of some 100 KB has more than one.
-    _filling.STEP_BYTES = 64 << 10
+    _copying.STEP_BYTES = 64 << 10
     _filling.ON_LOOP_BYTES = 0
     _copying.ON_LOOP_BYTES = 0
     stuck = threading.Event()
