@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import time
+from asyncio import TimerHandle
 from collections.abc import Callable
 
 from aioarena._core.arena import Holder
@@ -28,6 +29,10 @@ _SLOTS_SHOWN = 8  # in a log line
 # Seconds that a process whose connection ended gets to turn out dead, before it counts as alive without a connection. A
 # guess: dying takes milliseconds, tearing down large memory included.
 _DYING_SECONDS = 0.25
+
+# Seconds that a reader waits for a rank whose holder may be about to leave or to turn out dead, before it is refused:
+# between two connections there is no order. A guess, far above what a message takes.
+_CONTENDING_SECONDS = 0.1
 
 
 class Member:
@@ -71,6 +76,7 @@ class Members:
         wire: Carries refusals.
         watch: Calls back when a descriptor becomes readable.
         unwatch: Ends that.
+        later: Calls back after some seconds.
         changed: Called after every change of membership.
     """
 
@@ -81,6 +87,7 @@ class Members:
         wire: SenderWire,
         watch: Callable[[int, Callable[[], None]], None],
         unwatch: Callable[[int], None],
+        later: Callable[[float, Callable[[], None]], TimerHandle],
         changed: Callable[[], None],
     ) -> None:
         self._name = name
@@ -88,9 +95,11 @@ class Members:
         self._wire = wire
         self._watch = watch
         self._unwatch = unwatch
+        self._later = later
         self._changed = changed
         self.by_rank: dict[int, Member] = {}  # who has, or last had, each rank
         self._suspects: dict[Member, float] = {}  # connection ended, process alive, since when
+        self._contending: dict[int, tuple[Join, TimerHandle]] = {}  # incarnation -> asks for a taken rank
         self._departed: list[Member] = []  # gone from their rank, but holding spans in a process that lives
         self.lost: dict[int, tuple[str, Member, int | None]] = {}  # vacant ranks: what happened, to whom, signal
 
@@ -116,7 +125,8 @@ class Members:
             case Disconnect():
                 self._disconnect(event)
 
-    def _join(self, join: Join) -> None:
+    def _join(self, join: Join, last: bool = False) -> None:
+        """Seat a reader or refuse it; ``last`` if it has waited for a taken rank long enough."""
         core = self._core
         if join.version != VERSION:
             self._refuse(join, f"the sender speaks layout version {VERSION}, this reader {join.version}: install the same")
@@ -125,25 +135,34 @@ class Members:
             self._refuse(join, f"rank {join.rank} is out of range: the channel has ranks 0 to {core.layout.readers - 1}")
             return
         known = self.by_rank.get(join.rank)
+        if (
+            known is not None
+            and known.incarnation != join.incarnation
+            and core.members[join.rank] in (Membership.JOINED, Membership.EVICTED)
+            and known.is_dead()
+        ):
+            # Its death is on its way to us; the successor was quicker.
+            self._died(known)
+            known = self.by_rank[join.rank]  # maybe this one by now, or another that was waiting for the rank
         if known is not None and known.incarnation == join.incarnation:
             return  # asked twice
         state = core.members[join.rank]
-        if known is not None and state in (Membership.JOINED, Membership.EVICTED) and known.is_dead():
-            # Its death is on its way to us; the successor was quicker.
-            self._died(known)
-            state = core.members[join.rank]
-        if known is not None and state is Membership.JOINED:
-            self._refuse(join, f"rank {join.rank} is taken by process {known.identity.pid}, which lives")
-            return
-        if known is not None and state is Membership.EVICTED:
-            self._refuse(
-                join, f"rank {join.rank} was evicted, and its process {known.identity.pid} still lives: end it first"
-            )
+        if known is not None and state in (Membership.JOINED, Membership.EVICTED):
+            if not last:
+                self._contend(join)
+            elif state is Membership.JOINED:
+                self._refuse(join, f"rank {join.rank} is taken by process {known.identity.pid}, which lives")
+            else:
+                self._refuse(
+                    join, f"rank {join.rank} was evicted, and its process {known.identity.pid} still lives: end it first"
+                )
             return
         try:
             pidfd = join.identity.open_pidfd()
         except ProcessLookupError:
-            return  # died since it asked
+            self._stop_contending(join.incarnation)  # died since it asked
+            return
+        self._stop_contending(join.incarnation)
         member = Member(join, core.join(join.rank, join.incarnation), pidfd)
         self.by_rank[join.rank] = member
         self.lost.pop(join.rank, None)
@@ -153,11 +172,29 @@ class Members:
         self._wire.wake()
         self._changed()
 
+    def _contend(self, join: Join) -> None:
+        """Wait a moment for a rank that is taken."""
+        if join.incarnation not in self._contending:
+            self._contending[join.incarnation] = join, self._later(_CONTENDING_SECONDS, lambda: self._decide(join))
+
+    def _decide(self, join: Join) -> None:
+        self._stop_contending(join.incarnation)
+        self._join(join, last=True)
+
+    def _stop_contending(self, incarnation: int) -> None:
+        if incarnation in self._contending:
+            self._contending.pop(incarnation)[1].cancel()
+
+    def _admit_contending(self) -> None:
+        for join, _ in list(self._contending.values()):
+            self._join(join)
+
     def _refuse(self, join: Join, reason: str) -> None:
         logger.warning("channel %r: refused reader %d (pid %d): %s", self._name, join.rank, join.identity.pid, reason)
         self._wire.refuse(join.incarnation, reason)
 
     def _leave(self, leave: Leave) -> None:
+        self._stop_contending(leave.incarnation)
         member = self.by_rank.get(leave.rank)
         if member is None or member.incarnation != leave.incarnation:
             return
@@ -171,8 +208,10 @@ class Members:
             # It waits for the empty seat, to be sure that its leave arrived before it closes its socket.
             self._wire.wake()
             self._changed()
+            self._admit_contending()
 
     def _disconnect(self, event: Disconnect) -> None:
+        self._stop_contending(event.incarnation)
         for member in self.by_rank.values():
             if member.incarnation == event.incarnation and self._core.members[member.rank] is Membership.JOINED:
                 if member.pidfd is None or member.is_dead():
@@ -193,6 +232,7 @@ class Members:
                 self._lose(member, f"{member.describe()} dropped its connection without leaving, but its process lives")
                 self._depart(member)
                 self._changed()
+                self._admit_contending()
 
     def _died(self, member: Member) -> None:
         """A process is proven dead: everything it held is free."""
@@ -211,6 +251,7 @@ class Members:
             self._departed.remove(member)
         self._core.arena.reap()
         self._changed()
+        self._admit_contending()
 
     def _lose(self, member: Member, what: str, signal: int | None = None) -> None:
         messages, nbytes = self._core.lag(member.rank)
@@ -268,6 +309,8 @@ class Members:
             member.pidfd = None
 
     def close(self) -> None:
+        for incarnation in list(self._contending):
+            self._stop_contending(incarnation)
         for member in {*self.by_rank.values(), *self._departed}:
             self._close_pidfd(member)
         # They belong to the sender that owns us: kept, they would keep it until the collector finds the cycle.

@@ -24,7 +24,7 @@ from aioarena._core.layout import VERSION
 from aioarena._core.receiver import Fate, IncomingMessage, ReceiverCore
 from aioarena._core.record import INLINE
 from aioarena._gpu import GpuSide
-from aioarena._platform import accelerator, memory
+from aioarena._platform import accelerator, memory, process
 from aioarena._platform.memory import Pin
 from aioarena._platform.process import ProcessIdentity
 from aioarena._platform.wire import ReceiverWire
@@ -139,6 +139,9 @@ class Receiver(Endpoint):
             self._attach()
             await self._join()
         except BaseException:
+            if self._wire is not None:
+                # Cancelled between asking for the seat and learning of it, it is there and nobody sits on it.
+                self._wire.leave()
             self._state = State.CLOSED
             self._fault = Endpoint._closed
             self._detach_from_loop()
@@ -266,13 +269,15 @@ class Receiver(Endpoint):
 
     async def _leave(self) -> None:
         core, wire = self._core, self._wire
-        if core is None or wire is None or not core.seated or core.closed or self._sender_dead:
+        if core is None or wire is None:
             return
         wire.leave()
+        if not core.seated or core.closed or self._sender_dead:
+            return
         self._drain_later()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_TIMEOUT):
-                # The sender empties the seat once it has read the leave; before that, closing the socket could lose it.
+                # The sender empties the seat once it has read the leave, and can give it to another from then on.
                 while core.seated and not core.closed and not self._sender_dead and not wire.disconnected:
                     await self._changed()
 
@@ -342,6 +347,9 @@ class Receiver(Endpoint):
                     # In turn, or calls made during the breath would overtake this one.
                     await self._breathe()
                 return await self._recv_in_turn()
+        except asyncio.CancelledError as error:
+            error.add_note(self._describe_wait())
+            raise
         finally:
             self._receiving -= 1
             if self._state is State.CLOSING:
@@ -578,6 +586,18 @@ class Receiver(Endpoint):
             f"received {received} messages; make a new channel",
             pid=self.handle.sender.pid,
             received=received,
+        )
+
+    def _describe_wait(self) -> str:
+        sender, wire = self.handle.sender, self._wire
+        if wire is None or self._core is None:
+            return f"{self._label} was closed meanwhile"
+        state = process.describe_state(sender.pid) if sender.visible else "in another pid namespace"
+        ring = self._core.ring
+        what = f"the rest of a message that is under way ({ring.lag} bytes in the ring)" if ring.lag else "a message"
+        return (
+            f"{self._label} received {ring.received} messages and was waiting for {what} from the sender "
+            f"(pid {sender.pid}), {state}"
         )
 
     def _check(self) -> None:

@@ -188,10 +188,17 @@ class Sender(Endpoint):
             ClosedError: It was started before.
         """
         self._bind()
+        assert self._loop is not None
         try:
             self._wire = SenderWire(self._address, self._nonce)
             self._members = Members(
-                self._name, self._core, self._wire, self._watch, self._unwatch, self._membership_changed
+                self._name,
+                self._core,
+                self._wire,
+                self._watch,
+                self._unwatch,
+                self._loop.call_later,
+                self._membership_changed,
             )
             self._watch(self._wire.fd, self._on_wire)
             self._start_ticking()

@@ -50,6 +50,10 @@ _MAX_SOCKET_PATH = 107
 _RECONNECT_MS = 10
 _RECONNECT_MAX_MS = 200
 
+# How long closing a reader's connected socket may take to write its leave: a few bytes into a Unix socket. A bound for a
+# sender's process that is stopped with its socket's buffer full, in which case the leave is lost.
+_LEAVE_MS = 100
+
 _JOIN = struct.Struct("=c16sIIQQQQ")
 _LEAVE = struct.Struct("=c16sIQ")
 _WAKE = struct.Struct("=c16sI")
@@ -79,7 +83,7 @@ class _Context:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._context is not None:
-                # All our sockets are closed with linger 0, so this only waits for the I/O thread to notice.
+                # Our sockets are closed with linger 0, but for a leave: this only waits for the I/O thread to notice.
                 self._context.term()
                 self._context = None
 
@@ -274,6 +278,7 @@ class ReceiverWire(_Wire):
 
     Attributes:
         refusal: Why the sender refused the join, once it did.
+        connected: Whether a connection stood at some time.
         disconnected: Whether a connection that stood has ended. Everything that arrived over it is drained by then.
     """
 
@@ -284,13 +289,15 @@ class ReceiverWire(_Wire):
         self._incarnation = incarnation
         self._frames: dict[int, list[zmq.Frame]] = {}
         self.refusal: str | None = None
+        self._left = False
+        self.connected = False
         self.disconnected = False
         self.foreign = 0
         socket = self.socket
         try:
             socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-            self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
             self._monitor.setsockopt(zmq.LINGER, 0)
             self.monitor_fd: int = self._monitor.getsockopt(zmq.FD)  # type: ignore[assignment]
             socket.connect(f"ipc://{path}")
@@ -318,7 +325,14 @@ class ReceiverWire(_Wire):
         )
 
     def leave(self) -> None:
-        self.socket.send(_LEAVE.pack(b"L", self._nonce, self._rank, self._incarnation))
+        """Give the seat back, or what was asked for. Closing at once does not lose it, if a connection stands."""
+        if self._left or self._socket is None or self._pid != os.getpid():
+            return
+        self.drain()
+        if self.connected and not self.disconnected:
+            self._left = True
+            self.socket.send(_LEAVE.pack(b"L", self._nonce, self._rank, self._incarnation))
+            self.socket.setsockopt(zmq.LINGER, _LEAVE_MS)
 
     def wake(self) -> None:
         self.socket.send(_WAKE.pack(b"W", self._nonce, self._rank))
@@ -331,6 +345,7 @@ class ReceiverWire(_Wire):
         while _events(self._monitor) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             disconnected |= event["event"] == zmq.EVENT_DISCONNECTED
+            self.connected |= event["event"] == zmq.EVENT_CONNECTED
         any_message = disconnected
         while self.readable():
             self._take(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))

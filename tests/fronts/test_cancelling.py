@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -588,3 +589,73 @@ async def test_a_copy_that_fails_fails_the_send(open_channel: OpenChannel, monke
             await channel.sender.send(numbered(1, size))
             await receives(channel.receiver, 1)
         await nothing_more(channel)
+
+
+@pytest.mark.parametrize("call", ["start", "aclose"])
+async def test_a_reader_cancelled_at_any_turn_of_its_start_or_close_is_not_a_lost_one(call: str) -> None:
+    """Not even while it has a seat that it does not know of. Its rank can be taken at once."""
+    async with Sender(1, arena=None, ring_bytes=RING_BYTES, on_reader_lost="raise") as sender:
+        wait, whole = 1, 0
+        while whole < 3:  # cancelled later and later, until it is through before
+            receiver = Receiver(sender.handle, 0)
+            if call == "aclose":
+                await receiver.start()
+            task = asyncio.create_task(receiver.start() if call == "start" else receiver.aclose())
+            await turns(wait)
+            task.cancel()
+            await asyncio.wait([task])
+            whole += not task.cancelled()
+            wait += 1
+            if call == "start" and not task.cancelled():
+                await receiver.aclose()
+            async with Receiver(sender.handle, 0) as successor:
+                await sender.send(wait)
+                assert await successor.recv() == wait
+        assert wait > 3
+    assert not sender._members.lost  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", ["a message", "the rest of a message"])
+async def test_a_receive_that_timed_out_says_whom_it_waited_for(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    under_way: list[Any] = []
+    async with open_channel(arena=None) as channel:
+        await channel.sender.send(0)
+        assert await channel.receiver.recv() == 0
+        if what != "a message":
+            monkeypatch.setattr(channel.sender._wire, "send_frames", lambda *frames: under_way.append(frames))
+            await channel.sender.send(numbered(1, 300_000))
+        with pytest.raises(TimeoutError) as caught:
+            async with asyncio.timeout(0.01):
+                await channel.receiver.recv()
+        (note,) = caught.value.__cause__.__notes__  # type: ignore[union-attr]
+        assert note.startswith("reader 0 of channel")
+        assert f"received 1 messages and was waiting for {what}" in note
+        assert f"from the sender (pid {os.getpid()}), running" in note
+        if under_way:
+            monkeypatch.undo()
+            channel.sender._wire.send_frames(*under_way[0])  # type: ignore[union-attr]
+            await receives(channel.receiver, 1)
+        await nothing_more(channel)
+
+
+async def test_a_reader_waits_a_moment_for_a_rank_that_is_about_to_be_left() -> None:
+    """Between the last words of one connection and the first of another there is no order."""
+    async with Sender(1, arena=None, ring_bytes=RING_BYTES) as sender:
+        first, second = Receiver(sender.handle, 0), Receiver(sender.handle, 0)
+        await first.start()
+        contending = sender._members._contending  # type: ignore[union-attr]
+        task = asyncio.create_task(second.start())
+        await until(lambda: contending)
+        await cancelled(task)
+        await until(lambda: not contending)  # it took back what it asked for
+        third = Receiver(sender.handle, 0)
+        task = asyncio.create_task(third.start())
+        await until(lambda: contending)
+        await first.aclose()
+        await task
+        assert not contending
+        await sender.send(1)
+        assert await third.recv() == 1
+        await third.aclose()
