@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from aioarena._copying import STEP_BYTES, Portion
-from aioarena.exceptions import BusyError, EncodeError
+from aioarena.exceptions import BusyError, EncodeError, text_of
 
 _PROTOCOL = 5
+_PATH_SHOWN = 60  # characters at either end of a path
 _MAX_PATH_STEPS = 2000  # objects tried when looking for the culprit of a pickling error; a guess that bounds its time
 
 
@@ -215,7 +216,7 @@ class Encoder:
             return Plan([ChunksSource(chunks.copy()), *sources], self._undivertible)
         except Exception as error:
             # Still busy while looking for the culprit: that calls the same __reduce__ methods, and one may send.
-            raise EncodeError(f"cannot pickle {_describe(obj)}: {error}") from error
+            raise EncodeError(f"cannot pickle {_describe(obj)}: {text_of(error)}") from error
         finally:
             # The memo would keep every object of the message alive, and with it the caller's tensors.
             self._pickler.clear_memo()
@@ -405,6 +406,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def _describe(obj: object) -> str:
     """Name what does not pickle inside an object: its type and the path to it."""
+    try:
+        return _find(obj)
+    except Exception:  # of a __repr__ or a property: looking must not hide what was found
+        return f"an object of type {type(obj).__qualname__}"
+
+
+def _find(obj: object) -> str:
     path, culprit = "", obj
     budget = [_MAX_PATH_STEPS]
     seen = {id(obj)}  # an object may contain itself
@@ -422,6 +430,8 @@ def _describe(obj: object) -> str:
         if budget[0] <= 0:
             break
     kind = type(culprit).__qualname__
+    if len(path) > 2 * _PATH_SHOWN:
+        path = f"{path[:_PATH_SHOWN]} ... {path[-_PATH_SHOWN:]}"
     return f"an object of type {kind} at message{path}" if path else f"an object of type {kind}"
 
 

@@ -149,6 +149,7 @@ class CopyPool:
         self._name = name
         self._threads = default_threads()
         self._executor: ThreadPoolExecutor | None = None
+        self._jobs: list[CopyJob] = []
 
     @property
     def executor(self) -> ThreadPoolExecutor:
@@ -159,10 +160,14 @@ class CopyPool:
 
     def start(self, portions: Iterable[Portion]) -> CopyJob:
         """Begin a copy."""
-        return CopyJob(self.executor, self._threads, portions)
+        job = CopyJob(self.executor, self._threads, portions)
+        self._jobs = [*(job for job in self._jobs if not job.done.done()), job]
+        return job
 
     def close(self) -> None:
-        """Let the threads end; nothing of ours is running in them any more, so this does not wait for long."""
+        """Let the threads end. Copies are aborted, so this waits for the step under way at most."""
+        for job in self._jobs:
+            job.abort()
         if self._executor is not None:
             self._executor.shutdown(wait=True)
         self._executor = None

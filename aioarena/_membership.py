@@ -56,7 +56,10 @@ class Member:
     def is_dead(self) -> bool:
         """Whether the process is dead by now."""
         if self.pidfd is None:
-            return not self.identity.alive
+            try:
+                return not self.identity.alive
+            except OSError:
+                return False
         return bool(select.select([self.pidfd], [], [], 0)[0])
 
     def process_state(self) -> str:
@@ -154,13 +157,21 @@ class Members:
                 self._refuse(join, f"rank {join.rank} is taken by process {known.identity.pid}, which lives")
             else:
                 self._refuse(
-                    join, f"rank {join.rank} was evicted, and its process {known.identity.pid} still lives: end it first"
+                    join,
+                    f"rank {join.rank} was evicted, and its process {known.identity.pid} still lives: close that "
+                    "Receiver or end the process",
                 )
             return
         try:
             pidfd = join.identity.open_pidfd()
         except ProcessLookupError:
             self._stop_contending(join.incarnation)  # died since it asked
+            return
+        except OSError as error:
+            self._stop_contending(join.incarnation)
+            self._refuse(
+                join, f"the sender cannot watch it for lack of descriptors ({error.strerror}); raise ulimit -n there"
+            )
             return
         self._stop_contending(join.incarnation)
         member = Member(join, core.join(join.rank, join.incarnation), pidfd)
@@ -198,8 +209,17 @@ class Members:
         member = self.by_rank.get(leave.rank)
         if member is None or member.incarnation != leave.incarnation:
             return
-        if self._core.members[leave.rank] is Membership.JOINED:
-            self._core.skip_unread(leave.rank)
+        state = self._core.members[leave.rank]
+        if state is Membership.EVICTED:
+            # It has noticed, and reads no more: its rank may be taken again, by the same process too.
+            self._core.skip_unread(leave.rank, member.holder)
+            self._core.members[leave.rank] = Membership.LEFT
+            logger.info("channel %r: %s, evicted before, closed", self._name, member.describe())
+            self._depart(member)
+            self._changed()
+            self._admit_contending()
+        elif state is Membership.JOINED:
+            self._core.skip_unread(leave.rank, member.holder)
             self._core.unseat(leave.rank, Membership.LEFT)
             logger.debug("channel %r: %s left", self._name, member.describe())
             if not self._core.seated:

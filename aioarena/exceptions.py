@@ -146,11 +146,11 @@ class HandleError(ArenaError):
 
 
 class NoSpaceError(ArenaError, OSError):
-    """Memory for the channel is not there.
+    """Memory for the channel is not there, or file descriptors are not.
 
     Attributes:
-        needed: Bytes the channel needs from the resource that is short.
-        available: Bytes that are left there.
+        needed: Bytes, or descriptors, that the channel needs from the resource that is short.
+        available: How many are left there.
     """
 
     needed: int
@@ -171,3 +171,11 @@ class WrongContextError(ArenaError, RuntimeError):
 
 class InternalError(ArenaError):
     """An invariant of the library broke: please report it, with the message."""
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error that is not ours: its ``__str__`` may fail."""
+    try:
+        return str(error)
+    except Exception:
+        return "(it fails to say why)"

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
+import zmq
 
 from aioarena import _devices
 from aioarena._assembly import Assembler
@@ -38,9 +39,13 @@ from aioarena.exceptions import (
     HandleError,
     SenderLostError,
     WouldBlock,
+    text_of,
 )
 
 logger = logging.getLogger("aioarena")
+
+# Seconds that start waits before it says so; then twice as long each time. As long as a sender's stall_after by default.
+_WARN_AFTER = 10.0
 
 # Seconds that aclose waits for the sender to take note of the leave. It only bounds how long a hung sender can hold us.
 _LEAVE_TIMEOUT = 1.0
@@ -110,6 +115,7 @@ class Receiver(Endpoint):
         self._pool = CopyPool("read")
         self._gpu: GpuSide | None = None
         self._assembler: Assembler  # from start on
+        self._asked = self._ask_again = 0.0  # when it asked for its seat, and seconds from then to the next warning
         self._parks = 0
         self._decode_errors = 0
         self._finished: asyncio.Future[None] | None = None
@@ -129,14 +135,18 @@ class Receiver(Endpoint):
         Cancelling is safe: nothing is left behind.
 
         Raises:
-            HandleError: The handle is of another version, or what it names is not the channel.
+            HandleError: The handle is of another version, or damaged, or what it names is not the channel.
+            NoSpaceError: Too few file descriptors are left.
             SenderLostError: The sender is gone, or dies meanwhile.
             EndOfChannel: The sender closed before this reader joined.
             ArenaError: The sender refused, e.g. because a live process has the rank.
         """
         self._bind()
         try:
-            self._attach()
+            try:
+                self._attach()
+            except (OverflowError, TypeError, ValueError, zmq.ZMQError) as error:  # of what nobody has ever written there
+                raise HandleError(f"the handle of channel {self._name!r} is damaged, pass it anew: {error}") from error
             await self._join()
         except BaseException:
             if self._wire is not None:
@@ -159,6 +169,9 @@ class Receiver(Endpoint):
                 expected=VERSION,
                 found=handle.version,
             )
+        if handle.sender.pid < 1 or "\0" in handle.address:
+            raise ValueError(f"no pid is {handle.sender.pid}, or no path is {handle.address!r}")
+        process.require_descriptors()
         try:
             self._sender_pidfd = handle.sender.open_pidfd()
         except ProcessLookupError:
@@ -222,7 +235,9 @@ class Receiver(Endpoint):
         assert core is not None and wire is not None
         wire.join(ProcessIdentity.current())
         self._on_wire()
-        with self._explained(lambda: f"{self._label} is waiting for the sender (pid {self.handle.sender.pid}) to admit it"):
+        self._asked = time.monotonic()
+        self._ask_again = _WARN_AFTER
+        with self._explained(self._describe_admission):
             while not core.seated:
                 if wire.refusal is not None:
                     raise HandleError(f"the sender refused {self._label}: {wire.refusal}")
@@ -265,6 +280,8 @@ class Receiver(Endpoint):
                 await self._gpu.stop()
             await self._leave()
         finally:
+            if self._wire is not None:
+                self._wire.leave()  # when cancelled before; saying it twice is harmless
             self._finish()
 
     async def _leave(self) -> None:
@@ -439,7 +456,9 @@ class Receiver(Endpoint):
         if fate is Fate.ENDED:
             raise EndOfChannel(f"the sender of channel {self._name!r} closed; {self._label} received all of it")
         if fate is Fate.EVICTED:
-            raise EvictedError(f"the sender gave {self._label} up; attach a new Receiver to go on from the current message")
+            raise EvictedError(
+                f"the sender gave {self._label} up; close it and attach a new one to go on from the current message"
+            )
         if (self._sender_dead or self._hung_up) and core.take() is None:
             raise self._sender_gone()
 
@@ -479,8 +498,8 @@ class Receiver(Endpoint):
                 raise
             number = self._core.ring.received + 1  # type: ignore[union-attr]
             raise DecodeError(
-                f"message {number} of {self._label} does not unpickle here: {type(error).__name__}: {error}. It counts as "
-                "received; the next receive gives the next message"
+                f"message {number} of {self._label} does not unpickle here: {type(error).__name__}: {text_of(error)}. It "
+                "counts as received; the next receive gives the next message"
             ) from error
         finally:
             self._decoding = False
@@ -574,6 +593,9 @@ class Receiver(Endpoint):
         self._notify()
 
     def _tick(self) -> None:
+        if self._state is State.STARTING and time.monotonic() - self._asked >= self._ask_again:
+            self._ask_again *= 2
+            logger.warning("%s, since %.0f s", self._describe_admission(), time.monotonic() - self._asked)
         # In case a wake-up was lost, and for frames of a dead sender that will not come.
         if self._waiters:
             self._on_wire()
@@ -588,17 +610,21 @@ class Receiver(Endpoint):
             received=received,
         )
 
-    def _describe_wait(self) -> str:
-        sender, wire = self.handle.sender, self._wire
-        if wire is None or self._core is None:
-            return f"{self._label} was closed meanwhile"
+    def _describe_sender(self) -> str:
+        sender = self.handle.sender
         state = process.describe_state(sender.pid) if sender.visible else "in another pid namespace"
+        return f"the sender (pid {sender.pid}), {state}"
+
+    def _describe_admission(self) -> str:
+        what = "to admit it" if self._wire is not None and self._wire.connected else "to start"
+        return f"{self._label} is waiting for {self._describe_sender()}, {what}"
+
+    def _describe_wait(self) -> str:
+        if self._core is None:
+            return f"{self._label} was closed meanwhile"
         ring = self._core.ring
         what = f"the rest of a message that is under way ({ring.lag} bytes in the ring)" if ring.lag else "a message"
-        return (
-            f"{self._label} received {ring.received} messages and was waiting for {what} from the sender "
-            f"(pid {sender.pid}), {state}"
-        )
+        return f"{self._label} received {ring.received} messages and was waiting for {what} from {self._describe_sender()}"
 
     def _check(self) -> None:
         if self._fault is not None or running_loop() is not self._loop:

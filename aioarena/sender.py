@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from asyncio import _get_running_loop as running_loop
 from collections import deque
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -24,8 +24,9 @@ from aioarena._filling import FallbackLog, Filler
 from aioarena._membership import Members
 from aioarena._platform.memory import SHM_DIRECTORY as SHM
 from aioarena._platform.memory import Segment, require_memory, sweep
-from aioarena._platform.process import ProcessIdentity
+from aioarena._platform.process import ProcessIdentity, require_descriptors
 from aioarena._platform.wire import SenderWire, Wake, new_address
+from aioarena._stalls import Stalls
 from aioarena._types import (
     DEFAULT_MIN_BYTES,
     DEFAULT_RING_BYTES,
@@ -41,21 +42,6 @@ logger = logging.getLogger("aioarena")
 
 # Bytes of frames under way before the sender waits. A guess: a few of the largest messages we know of (200 MB).
 DEFAULT_FRAME_BUDGET = 1 << 30
-
-
-class _Stall:
-    """A wait that goes on, and when to speak of it next.
-
-    Attributes:
-        since: When it began, in ``time.monotonic()`` seconds.
-        due: When the next warning is due.
-        describe: Says for whom.
-    """
-
-    def __init__(self, since: float, after: float, describe: Callable[[], str]) -> None:
-        self.since = since
-        self.due = since + after
-        self.describe = describe
 
 
 class Sender(Endpoint):
@@ -135,6 +121,7 @@ class Sender(Endpoint):
         self._stall_after = stall_after
         self._linger = linger
         self._nonce = nonce
+        require_descriptors()
         sweep(SHM)  # whatever our backing, and before we look at what is free there
         require_memory(layout.control_bytes + layout.arena_bytes, on_shm=backing == "shm")
         self._address = new_address()
@@ -170,7 +157,7 @@ class Sender(Endpoint):
         self._wakeups = 0
         self._waits = 0
         self._log_fallback = FallbackLog(self._name, self._core.arena)
-        self._stall: _Stall | None = None
+        self._stalls: Stalls | None = None
         self._foreign_reported = 0
         self._finished: asyncio.Future[None] | None = None
 
@@ -200,6 +187,7 @@ class Sender(Endpoint):
                 self._loop.call_later,
                 self._membership_changed,
             )
+            self._stalls = Stalls(self._name, self._core, self._members, self._stall_after, self._evict_after)
             self._watch(self._wire.fd, self._on_wire)
             self._start_ticking()
         except BaseException:
@@ -212,18 +200,24 @@ class Sender(Endpoint):
         self._fault = None
         self._on_wire()
 
+    def __del__(self) -> None:
+        if getattr(self, "_state", None) is State.NEW and hasattr(self, "handle") and self.handle.sender.pid == os.getpid():
+            self._core.ring.close()  # readers may be waiting for the start; their slow timer sees it
+        super().__del__()
+
     async def aclose(self) -> None:
         """Close in good order: everything sent stays receivable by the readers that attached, then their stream ends.
 
         Sends that are waiting raise :class:`ClosedError`. Waits only for frames that are under way, at most ``linger``
-        seconds, and says in the log which reader was behind if that was not enough. Closing twice is harmless.
+        seconds, and says in the log which reader was behind if that was not enough. Closing twice is harmless. Cancelled,
+        it closes at once and drops what is under way.
         """
         if self._state is State.CLOSED:
             return
         if self._born_elsewhere():
             raise self._forked()
         if self._state is State.NEW:
-            self._core.ring.close()  # readers may be waiting for the start; their slow timer sees it
+            self._core.ring.close()  # as in __del__
             self._finish()
             return
         self._check_loop()
@@ -237,11 +231,14 @@ class Sender(Endpoint):
         self._fault = Endpoint._closed
         self._notify_all()
         try:
-            # Sends under way hold spans and run copies; they see the fault and give both back.
-            while self._turns:
-                await self._changed()
-            self._core.ring.close()
-            self._send_wake()
+            try:
+                # Sends under way hold spans and run copies; they see the fault and give both back.
+                while self._turns:
+                    await self._changed()
+            finally:
+                # Also when cancelled: what is copied then is not published, and the readers' streams end in good order.
+                self._core.ring.close()
+                self._send_wake()
             await self._linger_for_frames()
         finally:
             self._finish()
@@ -360,7 +357,10 @@ class Sender(Endpoint):
         plan = as_plan(message)
         placed = self._core.place(plan.sizes)
         try:
-            if self._core.shortage(placed) is not None:
+            if (tail := self._core.shortage(placed)) is not None:
+                assert self._stalls is not None
+                self._stalls.need(tail)
+                self._stalls.need_no_more()
                 raise WouldBlock(f"channel {self._name!r}: no room: {self._describe_slowest()}")
             placed = self._filler.back_now(plan, placed)
             frames = self._filler.fill_now(plan, placed)
@@ -404,25 +404,25 @@ class Sender(Endpoint):
                 self._notify()  # aclose waits for this
 
     async def _until_ready(self) -> None:
-        stall = self._stall = self._stall or _Stall(time.monotonic(), self._stall_after, self._describe_awaited)
+        assert self._stalls is not None
+        self._stalls.wait_for_seats()
         try:
             while self._core.awaited:
                 await self._changed()
                 self._check()
             self._check()
         finally:
-            if self._stall is stall:
-                self._stall = None
+            self._stalls.wait_no_more()
 
     async def _until_room(self, placed: PlacedMessage) -> None:
-        ring = self._core.ring
+        ring, stalls = self._core.ring, self._stalls
+        assert stalls is not None
         waited = False
         try:
             while (tail := self._core.shortage(placed)) is not None:
-                if not waited:
-                    waited = True
-                    self._waits += 1
-                    self._stall = _Stall(time.monotonic(), self._stall_after, self._describe_slowest)
+                self._waits += not waited
+                waited = True
+                stalls.need(tail)
                 self._check()  # closed during a copy: nobody would wake us any more
                 # Parked before the second look that park takes: a reader that frees the room in between sees us parked.
                 if ring.park(tail):
@@ -430,7 +430,7 @@ class Sender(Endpoint):
         finally:
             if waited:
                 ring.unpark()
-                self._stall = None
+                stalls.need_no_more()
 
     def _publish(self, plan: Plan, placed: PlacedMessage, frames: list[np.ndarray[Any, Any]]) -> None:
         """Make a placed and copied message visible: no await in here, so it happens whole or not at all."""
@@ -502,33 +502,13 @@ class Sender(Endpoint):
             turn.notify()
 
     def _tick(self) -> None:
-        assert self._members is not None
+        assert self._members is not None and self._stalls is not None
         self._members.tick()
         if self._waiters:
             self._notify()  # in case a wake-up was lost
-        if self._stall is not None:
-            self._diagnose(self._stall, time.monotonic())
+        self._stalls.tick()
+        self._drain_later()  # an eviction sends
         self._report_foreign()
-
-    def _diagnose(self, stall: _Stall, now: float) -> None:
-        """Say for whom a send waits, and evict him if that was asked for."""
-        assert self._members is not None
-        if now >= stall.due:
-            stall.due = now + (now - stall.since)  # after 10, 20, 40 ... seconds
-            logger.warning("channel %r: a send has waited %.0f s: %s", self._name, now - stall.since, stall.describe())
-        rank = self._members.slowest()
-        if self._evict_after is None or now - stall.since < self._evict_after or self._core.awaited or rank is None:
-            return
-        logger.warning(
-            "channel %r: evicted after %.0f s: %s. The others go on; what it may still read is not reused until its "
-            "process is dead.",
-            self._name,
-            now - stall.since,
-            self._members.describe_behind(rank),
-        )
-        stall.since = now
-        self._members.evict(rank)
-        self._drain_later()
 
     def _report_foreign(self) -> None:
         foreign = self._wire.foreign if self._wire is not None else 0
@@ -547,8 +527,8 @@ class Sender(Endpoint):
             self._raise_fault()
 
     def _describe_awaited(self) -> str:
-        ranks = [rank for rank, member in enumerate(self._core.members) if member is Membership.AWAITED]
-        return f"channel {self._name!r} is waiting for readers {ranks} to attach"
+        assert self._stalls is not None
+        return self._stalls.describe_absent()
 
     def _describe_slowest(self) -> str:
         rank = self._members.slowest() if self._members is not None else None
@@ -590,8 +570,6 @@ class Sender(Endpoint):
         joined = state is Membership.JOINED
         messages, nbytes = self._core.lag(rank) if joined else (0, 0)
         held = self._core.arena.held_by(member.holder) if member else []
-        stall = self._stall
-        behind = joined and stall is not None and self._members is not None and self._members.slowest() == rank
         return ReaderStatus(
             rank=rank,
             state=state.value,
@@ -599,7 +577,7 @@ class Sender(Endpoint):
             messages_behind=messages,
             bytes_behind=nbytes,
             process=member.process_state() if member else None,
-            waited_for=time.monotonic() - stall.since if behind and stall is not None else 0.0,
+            waited_for=self._stalls.waited_for(rank) if self._stalls is not None else 0.0,
             spans_held=len(held),
             slots_held=tuple(span.slot for span in held),
         )

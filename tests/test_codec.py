@@ -1004,3 +1004,44 @@ def test_the_result_holds_its_own_memory_only() -> None:
     del tensor
     assert reference() is None
     assert result.sum() == LARGE
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class _Defiant:
+    """Fails to pickle, to show itself, and to let itself be looked into."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._error
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("no dict")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), _Unspeakable()], ids=["text", "no text"])
+def test_looking_for_the_culprit_never_hides_the_error(error: Exception) -> None:
+    """Whatever the object does when it is looked at."""
+    for obj in (_Defiant(error), [_Defiant(error)], {_Defiant(error): 1}, {"x": _Defiant(error)}):
+        with pytest.raises(EncodeError, match=r"^cannot pickle an object of type ") as caught:
+            Encoder().encode(obj)
+        assert caught.value.__cause__ is error
+
+
+def test_the_path_to_a_deep_culprit_is_shortened() -> None:
+    deep: Any = lambda: 0  # noqa: E731
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(EncodeError) as caught:
+        Encoder().encode(deep)
+    assert re.fullmatch(r"cannot pickle .* at message(\[0\])+ \.\.\. (\[0\])+: .*", str(caught.value))
+    assert len(str(caught.value)) < 400

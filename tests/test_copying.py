@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioarena import _copying
-from aioarena._copying import STEP_BYTES, CopyJob, Portion
+from aioarena._copying import STEP_BYTES, CopyJob, CopyPool, Portion
 
 PATIENCE = 60
 
@@ -172,3 +172,30 @@ def test_no_thread_at_all_is_an_error_and_nothing_is_copied_later() -> None:
         CopyJob(pool, 4, [record.portion("large", 4 * STEP_BYTES)])
     pool.run()
     assert record.steps == []
+
+
+def test_closing_the_pool_aborts_its_copies() -> None:
+    """It waits for the step under way, and for no more."""
+    began, go_on = threading.Event(), threading.Event()
+    copied: list[int] = []
+
+    def copy(start: int, stop: int) -> None:
+        began.set()
+        assert go_on.wait(PATIENCE)
+        copied.append(start)
+
+    class LetsGo(CopyJob):
+        def abort(self) -> None:
+            super().abort()
+            go_on.set()
+
+    pool = CopyPool("test")
+    pool._threads = 1
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr(_copying, "CopyJob", LetsGo)
+        job = pool.start([Portion(100 * STEP_BYTES, 1, copy)])
+    assert began.wait(PATIENCE)
+    pool.close()
+    assert job.done.result(0) is None
+    assert copied == [0]

@@ -154,5 +154,5 @@ class ReceiverCore:
         if self._words[self._seat] != self.incarnation:
             raise EvictedError(
                 f"the sender gave reader {self.rank} up after {self.ring.received} messages, because it fell behind or "
-                "lost its connection; attach a new Receiver to go on from the current message"
+                "lost its connection; close it and attach a new Receiver to go on from the current message"
             )

@@ -172,6 +172,10 @@ class RingWriter:
         words = self._words
         return min((words[index] for index in self._tails), default=self.head)
 
+    def tail(self, rank: int) -> int:
+        """How far a reader has come."""
+        return self._words[self._layout.tail(rank)]
+
     def threshold(self, nbytes: int) -> int:
         """The slowest tail at which a record of ``nbytes`` would fit, with some more room so that one wake-up serves
         many messages."""

@@ -166,10 +166,9 @@ class SenderCore:
         self.ring.drop_reader(rank)
         self._settle_frames()
 
-    def skip_unread(self, rank: int) -> None:
-        """Free what a seated reader did not receive. Only for one that has said that it takes no more messages."""
-        holder = self._holders[rank]
-        assert holder is not None
+    def skip_unread(self, rank: int, holder: Holder) -> None:
+        """Free what a reader did not receive. Only for one that has said that it takes no more messages, and before
+        another sits at its rank."""
         layout, words = self.layout, self._words
         self.arena.forget(holder, words[layout.seat_number(rank)] + words[layout.received(rank)])
 

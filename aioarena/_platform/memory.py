@@ -15,10 +15,12 @@ import fcntl
 import mmap
 import os
 import re
+import resource
 import secrets
 import stat
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -155,9 +157,10 @@ class Segment:
         """Create an anonymous segment, zeroed, of this user only."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         segment = cls(fd, None, nbytes)
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        segment.mapping = Mapping(fd, nbytes)
+        with _limits_explained(nbytes):
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            segment.mapping = Mapping(fd, nbytes)
         return segment
 
     @classmethod
@@ -166,8 +169,9 @@ class Segment:
         path = (directory or SHM_DIRECTORY) / owned_name(suffix)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         segment = cls(fd, path, nbytes)
-        os.ftruncate(fd, nbytes)
-        segment.mapping = Mapping(fd, nbytes)
+        with _limits_explained(nbytes):
+            os.ftruncate(fd, nbytes)
+            segment.mapping = Mapping(fd, nbytes)
         return segment
 
     @property
@@ -234,6 +238,29 @@ class Segment:
         self.__dict__.pop("mapping", None)
 
 
+@contextlib.contextmanager
+def _limits_explained(nbytes: int) -> Iterator[None]:
+    """Say of a process limit that is too low for a segment which it is."""
+    try:
+        yield
+    except OSError as error:
+        limits = {
+            errno.ENOMEM: (resource.RLIMIT_AS, "address space", "ulimit -v"),
+            errno.EFBIG: (resource.RLIMIT_FSIZE, "file size", "ulimit -f"),
+        }
+        if error.errno not in limits:
+            raise
+        limit, what, remedy = limits[error.errno]
+        soft = resource.getrlimit(limit)[0]
+        raise NoSpaceError(
+            f"a segment of {_size(nbytes)} cannot be mapped ({error.strerror}); the limit of {what} of this process is "
+            f"{'not set' if soft == resource.RLIM_INFINITY else _size(soft)}: raise it ({remedy}) or pass a smaller "
+            "ArenaConfig(slots=..., slot_bytes=...)",
+            needed=nbytes,
+            available=max(0, soft),
+        ) from error
+
+
 def attach(ref: SegmentRef) -> Mapping:
     """Map a segment of another process.
 
@@ -248,7 +275,8 @@ def attach(ref: SegmentRef) -> Mapping:
             return known
         fd = _open(ref)
         try:
-            mapping = Mapping(fd, ref.nbytes)
+            with _limits_explained(ref.nbytes):
+                mapping = Mapping(fd, ref.nbytes)
         finally:
             os.close(fd)
         _attached[ref.device, ref.inode] = mapping

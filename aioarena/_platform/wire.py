@@ -24,23 +24,27 @@ ZMQ's descriptor is edge-triggered, and every operation on the socket may consum
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import os
 import stat
 import struct
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.garbage import gc as zmq_collector
 from zmq.utils.monitor import parse_monitor_message
 
 from aioarena._core.layout import VERSION
 from aioarena._platform.memory import owned_name, sweep
-from aioarena._platform.process import ProcessIdentity
+from aioarena._platform.process import ProcessIdentity, require_descriptors
 from aioarena.exceptions import ArenaError
 
 # sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)).
@@ -97,6 +101,31 @@ class _Context:
 
 _orphans: list[object] = []
 _context = _Context()
+_sender_wires: weakref.WeakSet[SenderWire] = weakref.WeakSet()
+
+
+def _close_before_exit() -> None:
+    """Close what a program left open, before pyzmq frees the memory of frames that are still being sent.
+
+    Registered after pyzmq's own handler, which importing it does, and so called before it.
+    """
+    if not zmq_collector.is_alive():
+        return  # no frame was ever sent
+    for wire in list(_sender_wires):
+        if wire._pid != os.getpid():
+            continue
+        if wire._owner is threading.current_thread() or not wire._owner.is_alive():
+            wire.close()
+        else:
+            # A daemon thread may be using it, and a socket is for one thread. So the memory stays until the process is
+            # gone: nobody stops pyzmq's collector, and the interpreter cannot take it down either.
+            atexit.unregister(zmq_collector._atexit)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(zmq_collector))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(wire))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(_context))
+
+
+atexit.register(_close_before_exit)
 
 
 def runtime_directory() -> Path:
@@ -170,8 +199,15 @@ def _events(socket: zmq.Socket[bytes]) -> int:
 class _Wire:
     def __init__(self, kind: int) -> None:
         self._pid = os.getpid()
+        self._owner = threading.current_thread()
         self._socket: zmq.Socket[bytes] | None = None
-        socket = _context.acquire().socket(kind)
+        require_descriptors()
+        context = _context.acquire()
+        try:
+            socket = context.socket(kind)
+        except BaseException:
+            _context.release()
+            raise
         try:
             socket.setsockopt(zmq.LINGER, 0)
             # No mark at which libzmq would drop: the channel bounds what is under way itself, in bytes.
@@ -214,6 +250,7 @@ class SenderWire(_Wire):
         self._path = path
         self._nonce = nonce
         self.foreign = 0  # messages that no reader of this channel sent
+        _sender_wires.add(self)
         try:
             self.socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
@@ -228,6 +265,8 @@ class SenderWire(_Wire):
 
     def send_frames(self, number: int, parts: Sequence[Any], incarnations: Iterable[int]) -> None:
         """Queue a frame message for some readers. ``parts`` become libzmq's: nobody may write to them any more."""
+        if not zmq_collector.is_alive():
+            require_descriptors()  # for the thread that pyzmq starts with the first frame
         # One message object per part, whose memory all queues share; it goes once the last of them has sent it.
         frames = [zmq.Frame(part, copy=False) for part in parts]
         for incarnation in incarnations:

@@ -230,7 +230,7 @@ class ChannelMachine(RuleBasedStateMachine):
             return
         if reason is Membership.LEFT:
             # It looks at nothing more, so that only what it is done with may still be in use.
-            self.sender.skip_unread(rank)
+            self.sender.skip_unread(rank, process.holder)
             process.taken = None
         self.sender.unseat(rank, reason)
         assert process.core.fate() is Fate.EVICTED

@@ -456,7 +456,7 @@ def test_reader_that_leaves_keeps_nothing_it_did_not_receive() -> None:
     channel.publish([8, 64])
     reader.take()
     reader.advance()
-    channel.sender.skip_unread(0)
+    channel.sender.skip_unread(0, holder)
     channel.sender.unseat(0, Membership.LEFT)
     (span,) = channel.sender.arena.held_by(holder)
     assert (span.slot, span.generation) == (received.slot, received.generation)

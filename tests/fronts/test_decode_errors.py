@@ -303,3 +303,27 @@ async def test_receiving_while_unpickling_is_refused(open_channel: OpenChannel, 
         assert inside[1:] == [BusyError]
         inside.clear()
         assert await channel.receiver.recv() == "next"
+
+
+class Unspeakable(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def speak_not() -> None:
+    raise Unspeakable
+
+
+class Mute:
+    def __reduce__(self) -> Any:
+        return speak_not, ()
+
+
+async def test_an_error_that_cannot_be_shown_is_a_decode_error_too(open_channel: OpenChannel) -> None:
+    async with open_channel() as channel:
+        await channel.sender.send(Mute())
+        await channel.sender.send(1)
+        with pytest.raises(DecodeError, match="does not unpickle here: Unspeakable: ") as caught:
+            await channel.receiver.recv()
+        assert isinstance(caught.value.__cause__, Unspeakable)
+        assert await channel.receiver.recv() == 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from aioarena import (
     ArenaError,
     ClosedError,
     EndOfChannel,
+    EvictedError,
     HandleError,
     PeerLostError,
     Receiver,
@@ -486,3 +489,103 @@ def test_what_was_never_started_need_not_be_closed() -> None:
         Receiver(sender.handle, 0)
     del sender
     gc.collect()
+
+
+async def test_an_evicted_reader_closes_and_comes_back(open_channel: OpenChannel) -> None:
+    """In the same process too. What it had not received is free once it closed."""
+    async with open_channel(1) as channel:
+        sender, evicted = channel.sender, channel.receiver
+        assert sender._members is not None
+        await sender.send(torch.ones(1 << 18))
+        sender._members.evict(0)
+        with pytest.raises(EvictedError, match="close it and attach a new Receiver"):
+            await evicted.recv()
+        with pytest.raises(HandleError, match="close that Receiver or end the process"):
+            await Receiver(sender.handle, 0).start()
+        assert channel.slots_used == 1
+        await evicted.aclose()
+        async with Receiver(sender.handle, 0) as newcomer:
+            assert channel.slots_used == 0
+            await sender.send("after")
+            assert await newcomer.recv() == "after"
+
+
+async def test_a_reader_of_a_sender_that_was_dropped_unstarted() -> None:
+    """The reader is told, as if it had been closed."""
+    sender = Sender(1, **SMALL_CHANNEL)
+    receiver = Receiver(sender.handle, 0)
+    starting = asyncio.create_task(receiver.start())
+    await turns(3)  # until it waits for its seat
+    del sender
+    receiver._tick()
+    with pytest.raises(EndOfChannel, match="closed before reader 0 joined"):
+        await starting
+
+
+async def test_a_reader_that_waits_for_its_sender_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """After ten seconds, then after twenty, forty ..."""
+    sender = Sender(1, **SMALL_CHANNEL)
+    receiver = Receiver(sender.handle, 0)
+    starting = asyncio.create_task(receiver.start())
+    await turns(3)
+    receiver._tick()
+    assert not caplog.records
+    receiver._asked -= 11
+    for _ in range(2):
+        receiver._tick()
+    receiver._asked -= 10
+    receiver._tick()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"reader 0 of channel {sender.handle.name!r} is waiting for the sender (pid {os.getpid()}), running, to start, "
+        f"since {seconds} s"
+        for seconds in (11, 21)
+    ]
+    await receiver.aclose()
+    with pytest.raises(ClosedError):
+        await starting
+    await sender.aclose()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"address": "/tmp/a\0b"},
+        {"address": ""},
+        {"address": "/tmp/" + "y" * 200},
+        {"sender": {"pid": -5}},
+        {"sender": {"pid": 1 << 40}},
+        {"nonce": None},
+        {"control": {"path": "a\0b"}},
+    ],
+    ids=str,
+)
+async def test_a_damaged_handle_is_an_error_of_ours(damage: dict[str, Any]) -> None:
+    async with Sender(1, **SMALL_CHANNEL) as sender:
+        handle = sender.handle
+        changes = {
+            name: dataclasses.replace(getattr(handle, name), **value) if isinstance(value, dict) else value
+            for name, value in damage.items()
+        }
+        with pytest.raises(HandleError, match="is damaged, pass it anew"):
+            await Receiver(dataclasses.replace(handle, **changes), 0).start()
+        async with Receiver(handle, 0) as receiver:
+            await sender.send(1)
+            assert await receiver.recv() == 1
+
+
+async def test_a_close_that_is_cancelled_while_sends_wait(open_channel: OpenChannel) -> None:
+    """The stream still ends in good order, with what was published."""
+    async with open_channel(1) as channel:
+        count = fill_ring(channel.sender)
+        sending = asyncio.create_task(channel.sender.send("late"))
+        await turns(3)
+        closing = asyncio.create_task(channel.sender.aclose())
+        await turns(1)
+        closing.cancel()
+        await asyncio.wait([closing, sending])
+        assert closing.cancelled()
+        assert isinstance(sending.exception(), ClosedError)
+        for _ in range(count):
+            await channel.receiver.recv()
+        with pytest.raises(EndOfChannel):
+            await channel.receiver.recv()

@@ -516,6 +516,32 @@ def leave_a_sender_open(link: Link, place: str, loop_kind: str, **options: Any) 
     return "sent"
 
 
+def end_with_frames_queued(link: Link, thread: str, **options: Any) -> str:
+    """Send frames to a reader that is stopped, and end with them still queued; the loop in this or a daemon thread."""
+    ready = threading.Event()
+
+    async def send() -> None:
+        chan = aioarena.Sender(1, **options)
+        await chan.start()
+        link.put(chan.handle)
+        await chan.wait_ready()
+        frames = [message("frame", number) for number in range(200)]  # before, so that sending outruns the socket
+        await asyncio.to_thread(link.get)
+        for frame in frames:
+            await chan.send(frame)
+        _kept.append(chan)
+        ready.set()
+        if thread == "daemon":
+            await asyncio.Event().wait()
+
+    if thread == "daemon":
+        threading.Thread(target=asyncio.run, args=(send(),), daemon=True).start()
+        assert ready.wait()
+    else:
+        asyncio.run(send())
+    return "sent"
+
+
 def make_and_forget(link: Link, backing: Any) -> str:
     """Make both ends, start neither."""
     sender = aioarena.Sender(1, backing=backing, arena=None)

@@ -76,6 +76,24 @@ def test_a_fresh_interpreter_that_ends_with_an_end_open(farm: Farm, kind: str, r
     assert_ends(ends[role])
 
 
+@pytest.mark.parametrize("thread", ["main", "daemon"])
+def test_a_program_that_ends_with_frames_queued(farm: Farm, thread: str) -> None:
+    """Their memory stays until the process is gone: the reader gets right bytes, and then an error."""
+    sender, reader = farm.worker("subprocess"), farm.worker()
+    sender.start("end_with_frames_queued", thread, **FRAMES)
+    reader.start("reader", sender.get(), 0)
+    assert reader.get() == "joined"
+    reader.put("block")  # its loop; libzmq goes on receiving
+    assert reader.get() == "blocked"
+    sender.put("go on")
+    assert sender.result() == "sent"
+    assert_ends(sender)
+    reader.put("go on")
+    assert reader.get() == "going on"
+    numbers, error, _ = reader.ask("drain")  # it compares every byte
+    assert (numbers, error["type"]) == (list(range(len(numbers))), "SenderLostError")
+
+
 def test_never_started_ends(farm: Farm) -> None:
     """Ends that were made and never started need no closing."""
     for backing in ("memfd", "shm"):
