@@ -23,7 +23,6 @@ class Assembler:
     Args:
         wire: Where frames arrive.
         ledger: The arena, None without one.
-        slot_bytes: Bytes of a slot.
         private: Whether to give private copies instead of views of the arena.
         pool: Threads for large private copies.
         viewed: Called for every view of the arena that is given out.
@@ -37,14 +36,12 @@ class Assembler:
         self,
         wire: ReceiverWire,
         ledger: SpanLedger | None,
-        slot_bytes: int,
         private: bool,
         pool: CopyPool,
         viewed: Callable[[], None],
     ) -> None:
         self._wire = wire
         self._ledger = ledger
-        self._slot_bytes = slot_bytes
         self._private = private
         self._pool = pool
         self._viewed = viewed
@@ -94,7 +91,7 @@ class Assembler:
         if placement.where != ARENA or self._ledger is None:
             raise InternalError(f"a buffer has the placement {placement.where}, which this channel does not have")
         self.arena_nbytes += placement.nbytes
-        view = self._ledger.view(placement.slot, placement.generation, placement.nbytes)
+        view = self._ledger.view(placement.slot, placement.generation, placement.start, placement.nbytes)
         if self._private:
             # The view ends here, and with it our hold on the span.
             return copy if copy is not None else memoryview(bytearray(view))
@@ -111,8 +108,7 @@ class Assembler:
         if taken.packed:
             pack = placements.pop(0)
             if pack.where == ARENA and self._ledger is not None:
-                start = pack.slot * self._slot_bytes
-                body = self._ledger.mapping.view[start : start + pack.nbytes]
+                body = self._ledger.mapping.view[pack.start : pack.start + pack.nbytes]
             else:
                 body = (self._wire.frames(taken.frame_number) or [])[0].buffer
             placements = {-1: pack, **dict(enumerate(decode_table(body)[0]))}
@@ -121,7 +117,7 @@ class Assembler:
     async def private_copies(self, taken: IncomingMessage) -> dict[int, memoryview]:
         """Private copies of the large spans, made in threads. Cancelling leaves the message where it is."""
         assert self._ledger is not None
-        copies, portions = private_portions(self._ledger.mapping, self._slot_bytes, self._large_spans(taken))
+        copies, portions = private_portions(self._ledger.mapping, self._large_spans(taken))
         job = self._pool.start(portions)
         await join([asyncio.wrap_future(job.done)], job.abort)
         return copies

@@ -54,12 +54,17 @@ _memmove.restype = ctypes.c_void_p
 
 
 class MemorySource:
-    """A contiguous piece of memory, with the object that keeps it alive."""
+    """A contiguous piece of memory, with the object that keeps it alive.
 
-    __slots__ = ("_address", "_owner", "nbytes")
+    Attributes:
+        address: Where it begins.
+        nbytes: Its size.
+    """
+
+    __slots__ = ("_owner", "address", "nbytes")
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self._address = address
+        self.address = address
         self.nbytes = nbytes
         self._owner = owner
 
@@ -69,11 +74,11 @@ class MemorySource:
         return cls(array.ctypes.data, array.nbytes, array)
 
     def tobytes(self) -> bytes:
-        return ctypes.string_at(self._address, self.nbytes)
+        return ctypes.string_at(self.address, self.nbytes)
 
     def portions(self, destination: int) -> list[Portion]:
         def copy(start: int, stop: int) -> None:
-            _memmove(destination + start, self._address + start, stop - start)
+            _memmove(destination + start, self.address + start, stop - start)
 
         return [Portion(self.nbytes, 1, copy)]
 

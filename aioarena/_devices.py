@@ -88,7 +88,7 @@ async def to_accelerator(
     accelerator: Accelerator,
     pool: CopyPool,
     pinned: bool,
-    held_by: Callable[[torch.Tensor], HeldSpan | None] = lambda tensor: None,
+    held_by: Callable[[torch.Tensor], list[HeldSpan]] = lambda tensor: [],
     under_way: set[asyncio.Future[Any]] | None = None,
 ) -> Any:
     """Copy CPU tensors to an accelerator and wait for the copies.
@@ -100,7 +100,7 @@ async def to_accelerator(
         accelerator: The GPU runtime.
         pool: Threads for copies that are more than enqueued.
         pinned: Whether the arena is pinned memory.
-        held_by: Finds the span a tensor lies in. The span is not reused before the copies from it are complete.
+        held_by: Finds the spans a tensor lies in. They are not reused before the copies from them are complete.
         under_way: Where to note the work of threads while it goes on.
     """
     # Here, because another thread has another current device and other current streams.
@@ -111,9 +111,9 @@ async def to_accelerator(
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cpu:
             return tensor
-        held = held_by(tensor)
+        spans = held_by(tensor)
         moved, event = accelerator.copy(tensor, device, stream)
-        if held is not None:
+        for held in spans:
             held.events.append(event)
             noted.append((held, event))
         events.append(event)
@@ -138,13 +138,13 @@ async def to_accelerator(
     return moved
 
 
-def _staged_nbytes(obj: Any, held_by: Callable[[torch.Tensor], HeldSpan | None]) -> int:
+def _staged_nbytes(obj: Any, held_by: Callable[[torch.Tensor], list[HeldSpan]]) -> int:
     """Bytes that the calling thread has to copy itself: of tensors outside of the arena, or with gaps."""
     total = 0
 
     def measure(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal total
-        if tensor.is_cpu and (held_by(tensor) is None or not tensor.is_contiguous()):
+        if tensor.is_cpu and (not held_by(tensor) or not tensor.is_contiguous()):
             total += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -201,14 +201,14 @@ async def _in_thread(pool: CopyPool, work: Callable[[], Any], under_way: set[asy
 
 
 def private_portions(
-    arena: Mapping, slot_bytes: int, placements: Sequence[tuple[int, Placement]]
+    arena: Mapping, placements: Sequence[tuple[int, Placement]]
 ) -> tuple[dict[int, memoryview], list[Portion]]:
     """Memory for private copies of spans, by buffer index, and what to copy."""
     copies: dict[int, memoryview] = {}
     portions: list[Portion] = []
     for index, placement in placements:
         target = np.empty(placement.nbytes, np.uint8)
-        source = MemorySource(arena.address + placement.slot * slot_bytes, placement.nbytes, arena)
+        source = MemorySource(arena.address + placement.start, placement.nbytes, arena)
         portions += source.portions(target.ctypes.data)
         copies[index] = target.data
     return copies, portions

@@ -15,6 +15,7 @@ from aioarena._copying import ON_LOOP_BYTES, CopyPool, Portion, join
 from aioarena._core.arena import Arena
 from aioarena._core.record import INLINE
 from aioarena._core.sender import LARGER_THAN_ARENA, PlacedMessage, SenderCore
+from aioarena._lending import Lender
 from aioarena._platform.memory import Segment
 from aioarena.exceptions import NoSpaceError
 
@@ -31,6 +32,7 @@ class Filler:
 
     Attributes:
         seconds: Time spent copying.
+        lender: Lends spans to the sender's own code; None without an arena.
     """
 
     def __init__(self, name: str, core: SenderCore, arena: Segment | None) -> None:
@@ -39,11 +41,37 @@ class Filler:
         self._arena = arena
         self._pool = CopyPool("copy")
         self.seconds = 0.0
+        self.lender = Lender(core.arena, arena.mapping) if arena is not None else None
 
     def close(self) -> None:
+        if self.lender is not None:
+            self.lender.close()
         self._pool.close()
 
     # Memory behind the spans, which a shm arena takes as it grows ---------------------------------------------------
+
+    def place(self, plan: Plan) -> PlacedMessage:
+        """Place a message; what lies in lent memory is sent from there."""
+        return self._core.place(plan.sizes, self.lender.lent(plan.sources) if self.lender is not None else None)
+
+    async def lend(self, nbytes: int) -> memoryview | None:
+        """Memory of the arena for the caller to fill, or None if there is none now."""
+        lender, arena = self.lender, self._arena
+        loan = lender.take(nbytes) if lender is not None else None
+        if loan is None or lender is None or arena is None:
+            return None
+        try:
+            end = (loan.slot + loan.slots) * self._core.arena.slot_bytes
+            if arena.needs_reserve(end):
+                await join([asyncio.wrap_future(self._pool.executor.submit(arena.reserve, end))])
+        except NoSpaceError as error:
+            self._core.arena.drop(loan)
+            self._limit_to_reserved(error)
+            return None
+        except BaseException:
+            self._core.arena.drop(loan)
+            raise
+        return lender.lend(loan)
 
     async def back(self, plan: Plan, placed: PlacedMessage) -> PlacedMessage:
         """Make sure that memory is behind the spans; without it, the message placed anew in what there is."""
@@ -70,6 +98,11 @@ class Filler:
         return max((span.slot + span.slots for span in placed.spans.values()), default=0) * self._core.arena.slot_bytes
 
     def _shrink(self, plan: Plan, placed: PlacedMessage, error: NoSpaceError) -> PlacedMessage:
+        self._core.unplace(placed)
+        self._limit_to_reserved(error)
+        return self.place(plan)
+
+    def _limit_to_reserved(self, error: NoSpaceError) -> None:
         assert self._arena is not None
         slots = self._arena.reserved // self._core.arena.slot_bytes
         logger.warning(
@@ -78,14 +111,14 @@ class Filler:
             error,
             slots,
         )
-        self._core.unplace(placed)
         self._core.arena.limit_to(slots)
-        return self._core.place(plan.sizes)
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
     async def fill_spans(self, plan: Plan, placed: PlacedMessage) -> None:
-        await self._run(self._span_portions(plan, placed), sum(span.nbytes for span in placed.spans.values()))
+        await self._run(
+            self._span_portions(plan, placed), sum(span.nbytes for span in placed.spans.values() if span.loan is None)
+        )
 
     async def fill_frames(self, plan: Plan, placed: PlacedMessage) -> Frames:
         frames, portions = self._frame_portions(plan, placed)
@@ -114,6 +147,8 @@ class Filler:
     def _span_portions(self, plan: Plan, placed: PlacedMessage) -> list[Portion]:
         portions: list[Portion] = []
         for index, span in placed.spans.items():
+            if span.loan is not None:
+                continue  # its bytes are there
             assert self._arena is not None
             destination = self._arena.mapping.address + span.slot * self._core.arena.slot_bytes
             portions += _portions_into(destination, plan, placed, index)

@@ -125,18 +125,18 @@ class GpuSide:
             self._timer.cancel()
             self._timer = None
 
-    def _held_by(self, tensor: torch.Tensor) -> HeldSpan | None:
+    def _held_by(self, tensor: torch.Tensor) -> list[HeldSpan]:
         try:
             address = tensor.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage of their own
-            return None
+            return []
         return self._ledger.find(address)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        held = self._held_by(tensor)
-        if held is not None and stream not in held.streams:
-            self._start()
-            held.streams.append(stream)
+        for held in self._held_by(tensor):
+            if stream not in held.streams:
+                self._start()
+                held.streams.append(stream)
 
     async def to_device(self, obj: Any, device: Any, stream: Any) -> Any:
         self._start()

@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 
 from aioarena._core.arena import SpanReleaser
-from aioarena._core.layout import Layout
 from aioarena._platform.accelerator import Accelerator, Event
 from aioarena._platform.memory import Mapping, Pin
 from aioarena.exceptions import InternalError
@@ -58,8 +57,9 @@ class HeldSpan:
     """A span that this reader was given and has not released.
 
     Attributes:
-        slot: First slot.
+        slot: Slot whose done word gives it back.
         generation: Which use of it.
+        start: Offset of its first byte in the arena.
         nbytes: Bytes in use.
         since: ``time.monotonic()`` of its arrival.
         streams: Streams named by the user that may read it until it is dropped.
@@ -67,11 +67,12 @@ class HeldSpan:
         events: Events of copies from it.
     """
 
-    __slots__ = ("current", "events", "generation", "nbytes", "since", "slot", "streams")
+    __slots__ = ("current", "events", "generation", "nbytes", "since", "slot", "start", "streams")
 
-    def __init__(self, slot: int, generation: int, nbytes: int) -> None:
+    def __init__(self, slot: int, generation: int, start: int, nbytes: int) -> None:
         self.slot = slot
         self.generation = generation
+        self.start = start
         self.nbytes = nbytes
         self.since = time.monotonic()
         self.streams: list[Any] = []
@@ -151,14 +152,12 @@ class SpanLedger:
 
     Args:
         mapping: The arena.
-        layout: Sizes of slots.
         spans: Stores the done words.
         accelerator: The GPU runtime.
     """
 
-    def __init__(self, mapping: Mapping, layout: Layout, spans: SpanReleaser, accelerator: Accelerator) -> None:
+    def __init__(self, mapping: Mapping, spans: SpanReleaser, accelerator: Accelerator) -> None:
         self.mapping = mapping
-        self._slot_bytes = layout.slot_bytes
         self._spans = spans
         self._accelerator = accelerator
         self.held: dict[int, HeldSpan] = {}
@@ -185,28 +184,21 @@ class SpanLedger:
 
     # Receiving ----------------------------------------------------------------------------------------------------
 
-    def view(self, slot: int, generation: int, nbytes: int) -> memoryview:
+    def view(self, slot: int, generation: int, start: int, nbytes: int) -> memoryview:
         """The bytes of a span, writable; the span is held until the last user of the memory is gone."""
-        offset = slot * self._slot_bytes
-        if offset + nbytes > self.mapping.nbytes:
-            raise InternalError(f"slot {slot} with {nbytes} bytes reaches past the arena of {self.mapping.nbytes} bytes")
-        held = HeldSpan(slot, generation, nbytes)
+        if start + nbytes > self.mapping.nbytes:
+            raise InternalError(f"{nbytes} bytes from {start} on reach past the arena of {self.mapping.nbytes} bytes")
+        held = HeldSpan(slot, generation, start, nbytes)
         self.held[slot] = held
-        lease = _Lease(self, self.mapping, held, self.mapping.address + offset)
+        lease = _Lease(self, self.mapping, held, self.mapping.address + start)
         return np.asarray(lease).data
 
-    def find(self, address: int) -> HeldSpan | None:
-        """The held span that an address lies in."""
+    def find(self, address: int) -> list[HeldSpan]:
+        """The held spans that an address lies in: more than one if the sender sent lent memory again."""
         offset = address - self.mapping.address
-        if 0 <= offset < self.mapping.nbytes:
-            first = self.held.get(offset // self._slot_bytes)
-            if first is not None and offset % self._slot_bytes < max(1, first.nbytes):
-                return first
-            for held in list(self.held.values()):
-                start = held.slot * self._slot_bytes
-                if start <= offset < start + max(1, held.nbytes):
-                    return held
-        return None
+        if not 0 <= offset < self.mapping.nbytes:
+            return []
+        return [held for held in list(self.held.values()) if held.start <= offset < held.start + max(1, held.nbytes)]
 
     # Releasing ----------------------------------------------------------------------------------------------------
 

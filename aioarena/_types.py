@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from aioarena._core.layout import VERSION, Layout
+from aioarena._core.record import MAX_ARENA_BYTES, MAX_SLOTS
 from aioarena._platform.memory import SegmentRef
 from aioarena._platform.process import ProcessIdentity
 from aioarena.exceptions import HandleError
@@ -53,6 +54,11 @@ class ArenaConfig:
                 raise ValueError(f"ArenaConfig.{name} must be at least 1, not {value}")
         if self.slot_bytes % 4096:
             raise ValueError(f"ArenaConfig.slot_bytes must be a multiple of 4096, not {self.slot_bytes}")
+        if self.slots > MAX_SLOTS or self.capacity > MAX_ARENA_BYTES:
+            raise ValueError(
+                f"ArenaConfig must have at most {MAX_SLOTS} slots and {MAX_ARENA_BYTES} bytes, not {self.slots} slots of "
+                f"{self.slot_bytes} bytes"
+            )
 
     @property
     def capacity(self) -> int:
@@ -132,7 +138,8 @@ class SenderStatistics:
     Attributes:
         messages: Messages sent.
         ring_bytes: Bytes that went through the ring, tables included.
-        arena_bytes: Bytes copied into the arena.
+        arena_bytes: Bytes sent through the arena.
+        lent_bytes: Of those, bytes that lay in lent memory, and were not copied.
         frame_bytes: Bytes sent as frames.
         fallbacks: Buffers that did not take the arena, by reason: ``arena_full``, ``larger_than_arena``,
             ``below_min_bytes``, ``arena_off``, ``not_divertible`` (a tensor that torch itself had to pickle).
@@ -153,6 +160,7 @@ class SenderStatistics:
     messages: int
     ring_bytes: int
     arena_bytes: int
+    lent_bytes: int
     frame_bytes: int
     fallbacks: dict[str, int]
     copy_seconds: float

@@ -194,7 +194,7 @@ class Receiver(Endpoint):
         self._core = ReceiverCore(control.view, handle.layout, self.rank, incarnation)
         if handle.arena is not None:
             arena = self._map(handle.arena)
-            self._ledger = SpanLedger(arena, handle.layout, self._core.spans, self._accelerator)
+            self._ledger = SpanLedger(arena, self._core.spans, self._accelerator)
             assert self._loop is not None
             self._gpu = GpuSide(
                 self._ledger, self._accelerator, self._pool, self._loop, self._watch, pin=self._pin == "auto"
@@ -203,7 +203,6 @@ class Receiver(Endpoint):
         self._assembler = Assembler(
             self._wire,
             self._ledger,
-            handle.layout.slot_bytes,
             self._private,
             self._pool,
             viewed=self._gpu.pin_if_useful if self._gpu is not None else lambda: None,

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import time
 from asyncio import _get_running_loop as running_loop
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
+import torch
 
 from aioarena._asyncio import BREATH_SHIFT, Endpoint, State, Turn
 from aioarena._codec import Encoder, Plan, as_plan
 from aioarena._core.layout import Layout
 from aioarena._core.record import INLINE
-from aioarena._core.sender import NOT_DIVERTIBLE, Membership, PlacedMessage, SenderCore
+from aioarena._core.sender import ARENA_FULL, LARGER_THAN_ARENA, NOT_DIVERTIBLE, Membership, PlacedMessage, SenderCore
 from aioarena._filling import FallbackLog, Filler
+from aioarena._lending import address_of, as_tensor, shape_of
 from aioarena._membership import Members
 from aioarena._platform.memory import SHM_DIRECTORY as SHM
 from aioarena._platform.memory import Segment, require_memory, sweep
@@ -42,6 +46,11 @@ logger = logging.getLogger("aioarena")
 
 # Bytes of frames under way before the sender waits. A guess: a few of the largest messages we know of (200 MB).
 DEFAULT_FRAME_BUDGET = 1 << 30
+
+
+# Looking whether readers have released lent memory: first pause and longest, in seconds. A look costs microseconds.
+_FIRST_LOOK = 0.0002
+_LONGEST_LOOK = 0.005
 
 
 class Sender(Endpoint):
@@ -355,7 +364,7 @@ class Sender(Endpoint):
         if self._turns or self._core.awaited:
             raise WouldBlock(f"channel {self._name!r}: {self._describe_awaited() if self._core.awaited else 'busy'}")
         plan = as_plan(message)
-        placed = self._core.place(plan.sizes)
+        placed = self._filler.place(plan)
         try:
             if (tail := self._core.shortage(placed)) is not None:
                 assert self._stalls is not None
@@ -369,6 +378,84 @@ class Sender(Endpoint):
             self._core.unplace(placed)
             plan.clear()
 
+    # Lent memory ----------------------------------------------------------------------------------------------------
+
+    async def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A CPU tensor whose storage is a span of the arena, for the caller to fill: sending it copies nothing.
+
+        Send it, an object that contains it, or a view of it, as often as wanted, and keep it as long as wanted; its slots
+        are free once it is gone and the readers have released what was sent. Readers see this very memory, so it must not
+        be written to between a send and :meth:`reclaim`.
+
+        If no span is free, if the tensor is below ``ArenaConfig(min_bytes=...)`` or without an arena, it is an ordinary
+        tensor, and sending it copies it like any other. Sent on another channel, it is copied there.
+
+        Args:
+            shape: Its sizes, or the only one.
+            dtype: By default that of ``torch.get_default_dtype()``.
+
+        Raises:
+            ValueError, TypeError: An argument makes no sense.
+            ClosedError, ReaderLostError, WrongContextError: As :meth:`send`.
+        """
+        sizes = shape_of(shape)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
+        memory = await self._lend(math.prod(sizes) * dtype.itemsize)
+        return torch.empty(sizes, dtype=dtype, device="cpu") if memory is None else as_tensor(memory, sizes, dtype)
+
+    async def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """:meth:`empty` of the shape and dtype of a tensor, which may be on any device."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensor must be a torch.Tensor, not {type(tensor).__name__}")
+        return await self.empty(tuple(tensor.shape), tensor.dtype if dtype is None else dtype)
+
+    async def empty_array(self, shape: int | Sequence[int], dtype: Any = np.float64) -> np.ndarray[Any, Any]:
+        """:meth:`empty` for numpy; by default of float64, as ``numpy.empty``.
+
+        Raises:
+            TypeError: Of a dtype with Python objects, too.
+        """
+        sizes, kind = shape_of(shape), np.dtype(dtype)
+        if kind.hasobject:
+            raise TypeError(f"an array of dtype {kind} holds Python objects, which no other process can see")
+        memory = await self._lend(math.prod(sizes) * kind.itemsize)
+        return np.empty(sizes, kind) if memory is None else np.frombuffer(memory, kind).reshape(sizes)
+
+    async def _lend(self, nbytes: int) -> memoryview | None:
+        self._check()
+        if nbytes < self._core.min_bytes or not self._core.arena.slots:
+            return None
+        memory = await self._filler.lend(nbytes)
+        if memory is None:
+            self._core.fallbacks[ARENA_FULL if self._core.arena.fits(nbytes) else LARGER_THAN_ARENA] += 1
+        return memory
+
+    async def reclaim(self, lent: torch.Tensor | np.ndarray[Any, Any]) -> None:
+        """Wait until no reader needs the memory of a lent tensor or array any more, so that it may be written again.
+
+        That is when all have received what was sent of it and have dropped it, in all messages. For a tensor that is not
+        lent this returns at once: sending has copied it.
+
+        Raises:
+            TypeError: It is no tensor and no array.
+            ClosedError, ReaderLostError, WrongContextError: As :meth:`send`.
+        """
+        self._check()
+        lender = self._filler.lender
+        found = lender.find(address_of(lent), 1) if lender is not None else None
+        pause = _FIRST_LOOK
+        with self._explained(lambda: f"channel {self._name!r}: spans held by rank: {self._spans_held()}"):
+            while found is not None:
+                self._core.arena.reap()
+                if found[0].idle:
+                    return
+                # Readers say by a store that they are done, and wake nobody.
+                await asyncio.sleep(pause)
+                self._check()
+                pause = min(2 * pause, _LONGEST_LOOK)
+
     async def _send_in_turn(self, plan: Plan | None, obj: object = None) -> None:
         """Send a plan; without one, give others a turn first and plan ``obj`` then."""
         turn = Turn(self._turns)
@@ -381,7 +468,7 @@ class Sender(Endpoint):
             if self._core.awaited:
                 with self._explained(self._describe_awaited):
                     await self._until_ready()
-            placed = self._core.place(plan.sizes)
+            placed = self._filler.place(plan)
             if placed.spans:
                 placed = await self._filler.back(plan, placed)
                 await self._filler.fill_spans(plan, placed)
@@ -548,6 +635,7 @@ class Sender(Endpoint):
             messages=core.ring.published,
             ring_bytes=core.inline_nbytes,
             arena_bytes=core.arena_nbytes,
+            lent_bytes=core.lent_nbytes,
             frame_bytes=core.framed_nbytes,
             fallbacks=dict(core.fallbacks),
             copy_seconds=self._filler.seconds,

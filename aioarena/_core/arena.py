@@ -7,6 +7,10 @@ touched before takes a fraction of one into fresh pages, and readers have them m
 Every allocation gets its own *generation*, a counter of the channel. Reader r releases a span by storing its generation
 in ``done[first slot][r]``; a span is free once every reader it was published to stored that generation or is dead. A late
 release of an older generation changes nothing, and nothing has to be reset.
+
+Slots may also be *lent* to the sender's own code, which fills them and sends them as often as it likes. Each such
+publication is a span of its own, with a generation of its own, that borrows the done words of one of the loan's slots. The
+slots are free again once the sender's code has dropped the loan and all its publications are released.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ from collections.abc import Callable, Iterable
 
 from aioarena._core.layout import Layout
 from aioarena._core.words import Words
+
+# Uses of one loan at the same time, if it has as many slots. A bound for the list of them; a guess far above need.
+_MOST_USES = 64
 
 # Published spans looked at on each allocation. Bounds the time of one send when readers retain thousands of spans;
 # when nothing fits, all are looked at before the arena counts as full.
@@ -48,13 +55,15 @@ class Span:
         generation: Number of this use of the slots.
         holders: Readers that have not released it; None until it is published.
         number: Number of the message it was published with.
+        loan: The loan it is a use of, or None for one with slots of its own.
     """
 
-    __slots__ = ("generation", "holders", "nbytes", "number", "slot", "slots")
+    __slots__ = ("generation", "holders", "loan", "nbytes", "number", "slot", "slots")
 
-    def __init__(self, slot: int, slots: int, nbytes: int, generation: int) -> None:
+    def __init__(self, slot: int, slots: int, nbytes: int, generation: int, loan: Loan | None = None) -> None:
         self.slot = slot
         self.slots = slots
+        self.loan = loan
         self.nbytes = nbytes
         self.generation = generation
         self.holders: list[Holder] | None = None
@@ -62,6 +71,31 @@ class Span:
 
     def __repr__(self) -> str:
         return f"<Span slots {self.slot}..{self.slot + self.slots - 1}, generation {self.generation}>"
+
+
+class Loan:
+    """Slots lent to the sender's own code.
+
+    Attributes:
+        slot: First slot.
+        slots: Number of slots.
+        nbytes: Bytes that were asked for.
+    """
+
+    __slots__ = ("_most", "dropped", "nbytes", "slot", "slots", "words")
+
+    def __init__(self, slot: int, slots: int, nbytes: int) -> None:
+        self.slot = slot
+        self.slots = slots
+        self.nbytes = nbytes
+        self._most = min(slots, _MOST_USES)
+        self.words = list(range(slot + self._most - 1, slot - 1, -1))  # slots whose done words no use has borrowed
+        self.dropped = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no use of it is under way or held by a reader, as last noticed."""
+        return len(self.words) == self._most
 
 
 class SlotAllocator:
@@ -136,6 +170,8 @@ class Arena:
         self._generation = 0
         self._published: deque[Span] = deque()
         self._claimed = 0
+        self._loans: deque[Loan] = deque()  # those whose owner dropped them, appended by finalizers
+        self.drop = self._loans.append
         self.peak_slots = 0
 
     @property
@@ -160,23 +196,52 @@ class Arena:
     def claim(self, nbytes: int) -> Span | None:
         """Take a span for ``nbytes`` (at least 1), or None if there is none free now."""
         count = -(-nbytes // self.slot_bytes)
+        slot = self._take(count)
+        if slot < 0:
+            return None
+        self._generation += 1
+        self._claimed += 1
+        return Span(slot, count, nbytes, self._generation)
+
+    def _take(self, count: int) -> int:
         self._reap(_REAP_STEP)
         slot = self._allocator.take(count)
         if slot < 0:
             self.reap()
             slot = self._allocator.take(count)
-            if slot < 0:
-                return None
-        self._generation += 1
-        self._claimed += 1
         self.peak_slots = max(self.peak_slots, self.used_slots)
-        return Span(slot, count, nbytes, self._generation)
+        return slot
 
     def unclaim(self, span: Span) -> None:
         """Give back a span that was never published."""
         assert span.holders is None, "a published span is released by its readers"
         self._claimed -= 1
-        self._allocator.give(span.slot, span.slots)
+        self._give(span)
+
+    def _give(self, span: Span) -> None:
+        loan = span.loan
+        if loan is None:
+            self._allocator.give(span.slot, span.slots)
+        else:
+            loan.words.append(span.slot)
+            if loan.dropped and loan.idle:
+                self._allocator.give(loan.slot, loan.slots)
+
+    def lend(self, nbytes: int) -> Loan | None:
+        """Take slots for the sender's own code, or None if there are none free now. :attr:`drop` gives them back."""
+        count = -(-nbytes // self.slot_bytes)
+        slot = self._take(count)
+        return None if slot < 0 else Loan(slot, count, nbytes)
+
+    def use(self, loan: Loan, nbytes: int) -> Span | None:
+        """A span over lent slots, to be published like one that was claimed; None if too many are out already."""
+        if not loan.words:
+            self.reap()
+            if not loan.words:
+                return None
+        self._generation += 1
+        self._claimed += 1
+        return Span(loan.words.pop(), 0, nbytes, self._generation, loan)
 
     def limit_to(self, slots: int) -> None:
         """Go on with the first ``slots`` slots only, because there is no memory behind the others."""
@@ -229,8 +294,13 @@ class Arena:
             if holders:
                 published.append(span)
             else:
-                self._allocator.give(span.slot, span.slots)
+                self._give(span)
                 freed = True
+        while self._loans:
+            loan = self._loans.popleft()
+            loan.dropped = True
+            if loan.idle:
+                self._allocator.give(loan.slot, loan.slots)
         if freed:
             # The done words, before the bytes whose overwriting they allow.
             self._order()

@@ -8,7 +8,7 @@ Buffer 0 is the pickled bytes; the out-of-band buffers follow in pickle's order.
 
 Body of a TABLE record, u64 words::
 
-    buffers | frame message (0: none) | per buffer: nbytes and placement, slot, generation | inline bytes ...
+    buffers | frame message (0: none) | per buffer: nbytes and placement, start and slot, generation | inline bytes ...
 
 Nothing of this is inside the pickled bytes, so the same message can be placed differently for different readers.
 """
@@ -27,17 +27,33 @@ FRAME = 2
 
 _PLACEMENT_SHIFT = 62
 _NBYTES_MASK = (1 << _PLACEMENT_SHIFT) - 1
+_SLOT_SHIFT = 40
+_START_MASK = (1 << _SLOT_SHIFT) - 1
+
+# What a placement can tell.
+MAX_ARENA_BYTES = 1 << _SLOT_SHIFT
+MAX_SLOTS = 1 << 64 - _SLOT_SHIFT
+
 _HEAD = struct.Struct("=2Q")
 _ENTRY = struct.Struct("=3Q")
 
 
 class Placement(NamedTuple):
-    """Where one buffer travels. ``slot`` and ``generation`` are 0 unless it is ARENA."""
+    """Where one buffer travels. The last three are 0 unless it is ARENA.
+
+    Attributes:
+        where: INLINE, ARENA or FRAME.
+        nbytes: Its bytes.
+        slot: Slot whose done word releases it, with
+        generation: this number.
+        start: Offset of its first byte in the arena.
+    """
 
     where: int
     nbytes: int
     slot: int = 0
     generation: int = 0
+    start: int = 0
 
 
 def aligned(nbytes: int) -> int:
@@ -56,8 +72,8 @@ def body_bytes(placements: Sequence[Placement]) -> int:
 
 def encode_table(placements: Sequence[Placement], frame_number: int) -> bytes:
     words = [len(placements), frame_number]
-    for where, nbytes, slot, generation in placements:
-        words += (nbytes | where << _PLACEMENT_SHIFT, slot, generation)
+    for where, nbytes, slot, generation, start in placements:
+        words += (nbytes | where << _PLACEMENT_SHIFT, start | slot << _SLOT_SHIFT, generation)
     return struct.pack(f"={len(words)}Q", *words)
 
 
@@ -87,8 +103,8 @@ def decode_table(body: memoryview) -> tuple[list[Placement], int]:
         raise InternalError(f"a message body of {len(body)} bytes cannot hold a table of {count} buffers")
     end = table_bytes(count)
     placements = [
-        Placement(first >> _PLACEMENT_SHIFT, first & _NBYTES_MASK, slot, generation)
-        for first, slot, generation in _ENTRY.iter_unpack(body[_HEAD.size : end])
+        Placement(first >> _PLACEMENT_SHIFT, first & _NBYTES_MASK, second >> _SLOT_SHIFT, generation, second & _START_MASK)
+        for first, second, generation in _ENTRY.iter_unpack(body[_HEAD.size : end])
     ]
     inline = sum(aligned(p.nbytes) for p in placements if p.where == INLINE)
     if end + inline > len(body):

@@ -14,12 +14,12 @@ The path of a message::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from aioarena._core import words as shared
-from aioarena._core.arena import Arena, Holder, Span
+from aioarena._core.arena import Arena, Holder, Loan, Span
 from aioarena._core.layout import Layout
 from aioarena._core.record import (
     ARENA,
@@ -133,6 +133,7 @@ class SenderCore:
         self.awaited = layout.readers  # ranks in state AWAITED
         self.inline_nbytes = 0
         self.arena_nbytes = 0
+        self.lent_nbytes = 0  # of those
         self.framed_nbytes = 0
         self.fallbacks = dict.fromkeys(REASONS, 0)
         self.peak_ring_nbytes = 0
@@ -191,11 +192,12 @@ class SenderCore:
         self.inline_nbytes += len(pickled)
         return True
 
-    def place(self, sizes: Sequence[int]) -> PlacedMessage:
+    def place(self, sizes: Sequence[int], lent: Mapping[int, tuple[Loan, int]] | None = None) -> PlacedMessage:
         """Decide where each buffer travels, claiming spans for those that take the arena.
 
         Args:
             sizes: Bytes of the pickled part, then of each out-of-band buffer.
+            lent: Of the buffers that lie in lent slots already, by index: the loan, and where they start in the arena.
         """
         if len(sizes) == 1 and sizes[0] <= self.small_limit:
             return PlacedMessage(SMALL, [Placement(INLINE, sizes[0])], [0], record_nbytes=sizes[0])
@@ -206,7 +208,8 @@ class SenderCore:
                     message.fallbacks.append(BELOW_MIN_BYTES)
                 message.placements.append(Placement(INLINE, nbytes))
             else:
-                message.placements.append(self._place_large(message, index, nbytes))
+                placement = self._place_lent(message, index, nbytes, *lent[index]) if lent and index in lent else None
+                message.placements.append(placement or self._place_large(message, index, nbytes))
         message.offsets = inline_offsets(message.placements)
         body = message.body_nbytes
         if body > self._max_body:
@@ -215,6 +218,13 @@ class SenderCore:
             body = table_bytes(1)
         message.record_nbytes = body
         return message
+
+    def _place_lent(self, message: PlacedMessage, index: int, nbytes: int, loan: Loan, start: int) -> Placement | None:
+        span = self.arena.use(loan, nbytes)
+        if span is None:
+            return None
+        message.spans[index] = span
+        return Placement(ARENA, nbytes, span.slot, span.generation, start)
 
     def _place_large(self, message: PlacedMessage, index: int, nbytes: int) -> Placement:
         if not self.arena.slots:
@@ -225,7 +235,7 @@ class SenderCore:
             span = self.arena.claim(nbytes)
             if span is not None:
                 message.spans[index] = span
-                return Placement(ARENA, nbytes, span.slot, span.generation)
+                return Placement(ARENA, nbytes, span.slot, span.generation, span.slot * self.arena.slot_bytes)
             message.fallbacks.append(ARENA_FULL)
         # The pack is read first, so it goes first.
         message.frames.insert(0 if index < 0 else len(message.frames), index)
@@ -285,6 +295,8 @@ class SenderCore:
         for span in message.spans.values():
             self.arena.publish(span, holders, self.ring.published)
             self.arena_nbytes += span.nbytes
+            if span.loan is not None:
+                self.lent_nbytes += span.nbytes
         message.spans.clear()
         if not self.ring.append_parts(message.kind, message.record_nbytes, parts):
             raise AssertionError("publish without room: shortage() was not asked")

@@ -96,7 +96,7 @@ def test_released_span_is_free_for_the_sender() -> None:
     channel.publish([8, 64])
     taken = channel.reader.take()
     assert isinstance(taken, IncomingMessage)
-    _, _, slot, generation = taken.placements[1]
+    _, _, slot, generation, _ = taken.placements[1]
     channel.reader.spans.release(slot, generation)
     channel.sender.arena.reap()
     assert channel.sender.arena.used_slots == 0

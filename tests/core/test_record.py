@@ -13,6 +13,8 @@ from aioarena._core.record import (
     ARENA,
     FRAME,
     INLINE,
+    MAX_ARENA_BYTES,
+    MAX_SLOTS,
     Placement,
     body_bytes,
     decode_table,
@@ -24,7 +26,9 @@ from aioarena.exceptions import InternalError
 
 u64 = st.integers(0, 2**64 - 1)
 inline = st.integers(0, 40).map(lambda nbytes: Placement(INLINE, nbytes))
-arena = st.tuples(st.integers(1, 2**62 - 1), u64, u64).map(lambda sizes: Placement(ARENA, *sizes))
+arena = st.tuples(st.integers(1, 2**62 - 1), st.integers(0, MAX_SLOTS - 1), u64, st.integers(0, MAX_ARENA_BYTES - 1)).map(
+    lambda sizes: Placement(ARENA, *sizes)
+)
 frame = st.integers(1, 2**62 - 1).map(lambda nbytes: Placement(FRAME, nbytes))
 tables = st.lists(st.one_of(inline, arena, frame), min_size=1, max_size=12)
 

@@ -73,9 +73,9 @@ def test_buffers_of_one_message_get_spans_of_their_own() -> None:
     """Lowest slots first, as many as each needs, every one with its generation."""
     message = Channel().sender.place([8, 64, 65, 40])
     assert message.placements[1:] == [
-        Placement(ARENA, 64, 0, 1),
-        Placement(ARENA, 65, 1, 2),
-        Placement(ARENA, 40, 3, 3),
+        Placement(ARENA, 64, 0, 1, 0),
+        Placement(ARENA, 65, 1, 2, 64),
+        Placement(ARENA, 40, 3, 3, 192),
     ]
     assert {index: (span.slot, span.slots, span.nbytes) for index, span in message.spans.items()} == {
         1: (0, 1, 64),

@@ -45,7 +45,7 @@ async def pass_on(sender: aioarena.Sender, receiver: aioarena.Receiver, value: i
 
 def in_arena(receiver: aioarena.Receiver, received: torch.Tensor) -> bool:
     assert receiver._ledger is not None
-    return receiver._ledger.find(received.data_ptr()) is not None
+    return bool(receiver._ledger.find(received.data_ptr()))
 
 
 def frames(sender: aioarena.Sender) -> int:
