@@ -143,11 +143,16 @@ class CopyJob:
 
 
 class CopyPool:
-    """Threads for large copies and other blocking work of one channel end, started when first needed."""
+    """Threads for large copies and other blocking work of one channel end, started when first needed.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: For the names of the threads.
+        threads: How many; by default what :func:`default_threads` says.
+    """
+
+    def __init__(self, name: str, threads: int | None = None) -> None:
         self._name = name
-        self._threads = default_threads()
+        self._threads = default_threads() if threads is None else threads
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[CopyJob] = []
 

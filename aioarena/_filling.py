@@ -17,6 +17,7 @@ from aioarena._core.record import INLINE
 from aioarena._core.sender import LARGER_THAN_ARENA, PlacedMessage, SenderCore
 from aioarena._lending import Lender
 from aioarena._platform.memory import Segment
+from aioarena._warming import Prefault, trim
 from aioarena.exceptions import NoSpaceError
 
 logger = logging.getLogger("aioarena")
@@ -32,6 +33,7 @@ class Filler:
 
     Attributes:
         seconds: Time spent copying.
+        prefault: Populates the arena in the background, if that was asked for.
         lender: Lends spans to the sender's own code; None without an arena.
     """
 
@@ -41,9 +43,21 @@ class Filler:
         self._arena = arena
         self._pool = CopyPool("copy")
         self.seconds = 0.0
+        self.prefault: Prefault | None = None
         self.lender = Lender(core.arena, arena.mapping) if arena is not None else None
 
+    def start_prefault(self, nbytes: int) -> None:
+        """Have the start of the arena populated in the background."""
+        if self._arena is not None and nbytes:
+            self.prefault = Prefault(f"channel {self._name!r}", self._arena.mapping, nbytes, self._arena)
+
+    async def trim(self) -> int:
+        """Give memory that nobody uses back; how many bytes."""
+        return await trim(self._core, self._arena, self._pool) if self._arena is not None else 0
+
     def close(self) -> None:
+        if self.prefault is not None:
+            self.prefault.close()
         if self.lender is not None:
             self.lender.close()
         self._pool.close()

@@ -32,7 +32,7 @@ class GpuSide:
         pool: Threads for copies from pageable memory.
         loop: The receiver's loop.
         watch: Calls back on the loop when a descriptor becomes readable.
-        pin: Whether to pin the arena once the GPU is in use.
+        pin: Asked before the arena is pinned, once the GPU is in use; False if that has to wait. None not to pin it.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class GpuSide:
         pool: CopyPool,
         loop: asyncio.AbstractEventLoop,
         watch: Callable[[int, Callable[[], None]], None],
-        pin: bool,
+        pin: Callable[[], bool] | None,
     ) -> None:
         self._ledger = ledger
         self._accelerator = accelerator
         self._pool = pool
         self._loop = loop
         self._watch = watch
-        self._wants_pin = pin
+        self._may_pin = pin
         self._started = False
         self._stopped = False
         self._timer: asyncio.TimerHandle | None = None
@@ -64,7 +64,7 @@ class GpuSide:
     def pin_if_useful(self) -> None:
         """Pin the arena in a thread, once this process uses a GPU. Until that is done, copies are staged as ever."""
         mapping = self._ledger.mapping
-        if not self._wants_pin or mapping.pin is not Pin.NO:
+        if self._may_pin is None or mapping.pin is not Pin.NO:
             return
         try:
             if not self._accelerator.initialized():
@@ -74,7 +74,9 @@ class GpuSide:
         except Exception as error:  # a broken GPU is no reason to lose a message
             runtime.give_up_pinning(mapping, str(error))
             return
-        self._wants_pin = False
+        if not self._may_pin():
+            return  # it is being trimmed; the next message asks again
+        self._may_pin = None
         if runtime.claim_pinning(mapping):
             self._start()
             expect_gpu(mapping)
@@ -121,6 +123,7 @@ class GpuSide:
             await asyncio.wait(self._copies)
         self._stopped = True
         self._watch = _ignore  # it belongs to the receiver that owns us: kept, the two would be a reference cycle
+        self._may_pin = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

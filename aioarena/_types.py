@@ -39,19 +39,22 @@ class ArenaConfig:
             of releases stays small (8 bytes for each slot and reader).
         min_bytes: Buffers smaller than this are copied through the ring, at least 1. 128 KiB by default, which is where
             the fixed cost of a span equals that of the ring's two copies.
+        prefault: Bytes, from the lowest slot on, that sender and readers have memory brought behind and mapped, in the
+            background from their start on. 0 by default: the first message into each page pays for it then.
     """
 
     slots: int = DEFAULT_SLOTS
     slot_bytes: int = DEFAULT_SLOT_BYTES
     min_bytes: int = DEFAULT_MIN_BYTES
+    prefault: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("slots", "slot_bytes", "min_bytes"):
+        for name, least in (("slots", 1), ("slot_bytes", 1), ("min_bytes", 1), ("prefault", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"ArenaConfig.{name} must be an int, not {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"ArenaConfig.{name} must be at least 1, not {value}")
+            if value < least:
+                raise ValueError(f"ArenaConfig.{name} must be at least {least}, not {value}")
         if self.slot_bytes % 4096:
             raise ValueError(f"ArenaConfig.slot_bytes must be a multiple of 4096, not {self.slot_bytes}")
         if self.slots > MAX_SLOTS or self.capacity > MAX_ARENA_BYTES:
@@ -59,6 +62,8 @@ class ArenaConfig:
                 f"ArenaConfig must have at most {MAX_SLOTS} slots and {MAX_ARENA_BYTES} bytes, not {self.slots} slots of "
                 f"{self.slot_bytes} bytes"
             )
+        if self.prefault > self.capacity:
+            raise ValueError(f"ArenaConfig.prefault must be at most the arena's {self.capacity} bytes, not {self.prefault}")
 
     @property
     def capacity(self) -> int:
@@ -87,6 +92,7 @@ class Handle:
     control: SegmentRef = field(repr=False)
     arena: SegmentRef | None = field(repr=False)
     address: str = field(repr=False)
+    prefault: int = field(default=0, repr=False)
     version: int = field(default=VERSION, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -139,6 +145,7 @@ class SenderStatistics:
         messages: Messages sent.
         ring_bytes: Bytes that went through the ring, tables included.
         arena_bytes: Bytes sent through the arena.
+        prefaulted_bytes: Bytes of the arena that were populated in the background so far.
         lent_bytes: Of those, bytes that lay in lent memory, and were not copied.
         frame_bytes: Bytes sent as frames.
         fallbacks: Buffers that did not take the arena, by reason: ``arena_full``, ``larger_than_arena``,
@@ -161,6 +168,7 @@ class SenderStatistics:
     ring_bytes: int
     arena_bytes: int
     lent_bytes: int
+    prefaulted_bytes: int
     frame_bytes: int
     fallbacks: dict[str, int]
     copy_seconds: float

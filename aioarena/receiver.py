@@ -31,6 +31,7 @@ from aioarena._platform.process import ProcessIdentity
 from aioarena._platform.wire import ReceiverWire
 from aioarena._release import SpanLedger
 from aioarena._types import Handle, ReceiverStatistics
+from aioarena._warming import Prefault
 from aioarena.exceptions import (
     BusyError,
     DecodeError,
@@ -114,6 +115,7 @@ class Receiver(Endpoint):
         self._decoding = False
         self._pool = CopyPool("read")
         self._gpu: GpuSide | None = None
+        self._prefault: Prefault | None = None
         self._assembler: Assembler  # from start on
         self._asked = self._ask_again = 0.0  # when it asked for its seat, and seconds from then to the next warning
         self._parks = 0
@@ -197,8 +199,15 @@ class Receiver(Endpoint):
             self._ledger = SpanLedger(arena, self._core.spans, self._accelerator)
             assert self._loop is not None
             self._gpu = GpuSide(
-                self._ledger, self._accelerator, self._pool, self._loop, self._watch, pin=self._pin == "auto"
+                self._ledger,
+                self._accelerator,
+                self._pool,
+                self._loop,
+                self._watch,
+                pin=self._core.may_pin if self._pin == "auto" else None,
             )
+            if handle.prefault:
+                self._prefault = Prefault(self._label, arena, handle.prefault)
         self._wire = ReceiverWire(handle.address, handle.nonce, self.rank, incarnation)
         self._assembler = Assembler(
             self._wire,
@@ -315,6 +324,8 @@ class Receiver(Endpoint):
             memory.close_quietly(self._sender_pidfd)
             self._sender_pidfd = None
         self._pool.close()
+        if self._prefault is not None:
+            self._prefault.close()
         if self._ledger is not None:
             self._ledger.drain_in_background()
 

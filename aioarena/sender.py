@@ -157,6 +157,7 @@ class Sender(Endpoint):
             control=self._control.ref,
             arena=self._arena.ref if self._arena else None,
             address=self._address,
+            prefault=arena.prefault if arena else 0,
         )
         self._encoder = Encoder()
         self._filler = Filler(self._name, self._core, self._arena)
@@ -199,6 +200,7 @@ class Sender(Endpoint):
             self._stalls = Stalls(self._name, self._core, self._members, self._stall_after, self._evict_after)
             self._watch(self._wire.fd, self._on_wire)
             self._start_ticking()
+            self._filler.start_prefault(self.handle.prefault)
         except BaseException:
             self._state = State.CLOSED
             self._fault = Endpoint._closed
@@ -456,6 +458,20 @@ class Sender(Endpoint):
                 self._check()
                 pause = min(2 * pause, _LONGEST_LOOK)
 
+    async def trim(self) -> int:
+        """Give the memory of slots that nobody uses back to the system, e.g. after the largest message for long.
+
+        Works in threads, piece by piece, while sends go on; the next message into those slots pays for fresh pages again.
+
+        Returns:
+            The bytes given back. 0 without an arena, and once a reader has pinned it: pinned memory cannot be given back.
+
+        Raises:
+            ClosedError, ReaderLostError, WrongContextError: As :meth:`send`.
+        """
+        self._check()
+        return await self._filler.trim()
+
     async def _send_in_turn(self, plan: Plan | None, obj: object = None) -> None:
         """Send a plan; without one, give others a turn first and plan ``obj`` then."""
         turn = Turn(self._turns)
@@ -636,6 +652,7 @@ class Sender(Endpoint):
             ring_bytes=core.inline_nbytes,
             arena_bytes=core.arena_nbytes,
             lent_bytes=core.lent_nbytes,
+            prefaulted_bytes=self._filler.prefault.done if self._filler.prefault is not None else 0,
             frame_bytes=core.framed_nbytes,
             fallbacks=dict(core.fallbacks),
             copy_seconds=self._filler.seconds,

@@ -15,7 +15,7 @@ slots are free again once the sender's code has dropped the loan and all its pub
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -123,6 +123,25 @@ class SlotAllocator:
             self.taken_slots += count
             return start
         return -1
+
+    def take_at(self, start: int, count: int) -> bool:
+        """Take exactly these slots; False if they are not all free."""
+        position = bisect_right(self._starts, start) - 1
+        if position < 0:
+            return False
+        first = self._starts[position]
+        length = self._lengths[first]
+        behind = first + length - (start + count)
+        if behind < 0:
+            return False
+        del self._starts[position]
+        del self._lengths[first]
+        for free, slots in ((start + count, behind), (first, start - first)):
+            if slots:
+                self._starts.insert(position, free)
+                self._lengths[free] = slots
+        self.taken_slots += count
+        return True
 
     def give(self, start: int, count: int) -> None:
         """Give slots back, joining them with free neighbours."""
@@ -242,6 +261,19 @@ class Arena:
         self._generation += 1
         self._claimed += 1
         return Span(loan.words.pop(), 0, nbytes, self._generation, loan)
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """Runs of slots that nobody uses, as (first slot, slots), in order."""
+        self.reap()
+        return self._allocator.runs()
+
+    def set_aside(self, slot: int, slots: int) -> bool:
+        """Keep slots from being used, until :meth:`put_back`; False if somebody uses them."""
+        return self._allocator.take_at(slot, slots)
+
+    def put_back(self, slot: int, slots: int) -> None:
+        """End :meth:`set_aside`."""
+        self._allocator.give(slot, slots)
 
     def limit_to(self, slots: int) -> None:
         """Go on with the first ``slots`` slots only, because there is no memory behind the others."""

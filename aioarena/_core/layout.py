@@ -46,6 +46,7 @@ HEAD = 16
 PUBLISHED = 17
 SENDER_PARKED = 24
 CLOSED = 32
+TRIMMING = 33
 _SEATS = 40
 _SEAT_STRIDE = 16  # two 64-byte cache lines: one that the sender writes, one that the reader writes
 
@@ -82,6 +83,9 @@ class Layout:
 
     def received(self, rank: int) -> int:
         return self.seat(rank) + 9
+
+    def pins(self, rank: int) -> int:
+        return self.seat(rank) + 10
 
     @property
     def parked(self) -> int:

@@ -8,7 +8,7 @@ from enum import Enum
 
 from aioarena._core import words as shared
 from aioarena._core.arena import SpanReleaser
-from aioarena._core.layout import CLOSED, HEAD, Layout
+from aioarena._core.layout import CLOSED, HEAD, TRIMMING, Layout
 from aioarena._core.record import INLINE, Placement, decode_table, inline_offsets
 from aioarena._core.ring import PACKED, SMALL, TABLE, RingReader
 from aioarena.exceptions import EvictedError, InternalError
@@ -75,6 +75,7 @@ class ReceiverCore:
         self._words = words = control[: layout.ring_offset + layout.ring_bytes].cast("Q")
         self._bytes = control[layout.ring_offset :]
         self._order = order
+        self._fence = fence
         self._seat = layout.seat(rank)
         self.ring = RingReader(words, self._bytes, layout, rank, order, fence)
         # Be done with the message last taken; True if the sender has to be woken. Bound, since it is called each time.
@@ -131,6 +132,12 @@ class ReceiverCore:
         if self._words[self._seat] != self.incarnation:
             self._check_seat()
         return taken
+
+    def may_pin(self) -> bool:
+        """Announce that this reader pins the arena; False if it has to ask again later, because it is being trimmed."""
+        self._words[self.layout.pins(self.rank)] = 1
+        self._fence()  # see SenderCore.begin_trim
+        return self._words[TRIMMING] == 0
 
     def fate(self) -> Fate:
         """What to expect when :meth:`take` found nothing."""

@@ -20,7 +20,7 @@ from enum import Enum
 
 from aioarena._core import words as shared
 from aioarena._core.arena import Arena, Holder, Loan, Span
-from aioarena._core.layout import Layout
+from aioarena._core.layout import TRIMMING, Layout
 from aioarena._core.record import (
     ARENA,
     FRAME,
@@ -172,6 +172,24 @@ class SenderCore:
         another sits at its rank."""
         layout, words = self.layout, self._words
         self.arena.forget(holder, words[layout.seat_number(rank)] + words[layout.received(rank)])
+
+    def begin_trim(self) -> bool:
+        """Whether pages of the arena may be taken out from now on: not once a reader has pinned them.
+
+        What is pinned stays in memory and stays what its GPU reads, while the file gets other pages.
+        """
+        words, layout = self._words, self.layout
+        words[TRIMMING] = 1
+        # Our word, fence, theirs; a reader that is about to pin does its own, fence, ours. One of the two sees the other.
+        self._fence()
+        if any(words[layout.pins(rank)] for rank in range(layout.readers)):
+            self.end_trim()
+            return False
+        return True
+
+    def end_trim(self) -> None:
+        self._order()
+        self._words[TRIMMING] = 0
 
     def lag(self, rank: int) -> tuple[int, int]:
         """(messages, bytes) published that a seated reader has not received."""

@@ -113,12 +113,36 @@ class Mapping:
 
     __slots__ = ("__weakref__", "address", "memory", "nbytes", "pin", "view")
 
+    def populate(self, start: int, stop: int, *, write: bool) -> None:
+        """Have memory behind some bytes and mapped here, for reading or for writing too. Takes long, without the GIL.
+
+        Raises:
+            OSError: The kernel cannot (before Linux 5.14), or has no memory.
+        """
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+        if _madvise(self.address + start, stop - start, advice):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
     def __init__(self, fd: int, nbytes: int) -> None:
         self.memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.nbytes = nbytes
         self.pin = Pin.NO
+
+
+# From linux/mman.h. By ctypes, because mmap.madvise keeps the GIL meanwhile.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = _libc.madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_fallocate = _libc.fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 # Mappings attached in this process by (device, inode), so that several readers of one arena share one mapping and pin
@@ -149,6 +173,7 @@ class Segment:
         self._path = path
         self._pid = os.getpid()
         self._reserved = 0
+        self._reserving = threading.Lock()  # of reserve and give_back, each in some thread
         self.nbytes = nbytes
         self.mapping: Mapping
 
@@ -197,21 +222,39 @@ class Segment:
         Raises:
             NoSpaceError: The file system is full.
         """
-        if not self.needs_reserve(end):
-            return
-        try:
-            os.posix_fallocate(self._fd, self._reserved, end - self._reserved)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
-            needed, free = end - self._reserved, _free_bytes(SHM_DIRECTORY)
-            raise NoSpaceError(
-                f"/dev/shm is full: {_size(needed)} more needed, {_size(free)} free; raise --shm-size, "
-                'pass a smaller arena, or use backing="memfd"',
-                needed=needed,
-                available=free,
-            ) from None
-        self._reserved = end
+        with self._reserving:
+            if not self.needs_reserve(end):
+                return
+            try:
+                os.posix_fallocate(self._fd, self._reserved, end - self._reserved)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                    raise
+                needed, free = end - self._reserved, _free_bytes(SHM_DIRECTORY)
+                raise NoSpaceError(
+                    f"/dev/shm is full: {_size(needed)} more needed, {_size(free)} free; raise --shm-size, "
+                    'pass a smaller arena, or use backing="memfd"',
+                    needed=needed,
+                    available=free,
+                ) from None
+            self._reserved = end
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Give the memory behind some bytes back to the system; they read as zero afterwards. Takes a while.
+
+        Raises:
+            OSError: The file system cannot.
+        """
+        with self._reserving:
+            self._reserved = min(self._reserved, start)
+            if _fallocate(self._fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, start, stop - start):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes that have memory behind them."""
+        return os.fstat(self._fd).st_blocks * 512
 
     @property
     def reserved(self) -> int:

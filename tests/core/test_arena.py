@@ -437,3 +437,58 @@ def test_reader_orders_its_reads_before_the_release() -> None:
     releaser.release(1, 7)
     assert trace == [[]]
     assert spans.words.stores == [(spans.layout.done + 1 * 2 + 1, 7)]
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=20), st.data())
+def test_taking_at_a_place_takes_exactly_that(slots: int, places: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Against a set of free slots; what is given back joins its neighbours."""
+    allocator, free, taken = SlotAllocator(slots), set(range(slots)), []
+    for start, count in places:
+        wanted = set(range(start, start + count))
+        assert allocator.take_at(start, count) == (wanted <= free)
+        if wanted <= free:
+            free -= wanted
+            taken.append((start, count))
+        if taken and data.draw(st.booleans()):
+            back = taken.pop(data.draw(st.integers(0, len(taken) - 1)))
+            allocator.give(*back)
+            free |= set(range(back[0], sum(back)))
+        assert {slot for first, length in allocator.runs() for slot in range(first, first + length)} == free
+        assert allocator.taken_slots == slots - len(free)
+    for back in taken:
+        allocator.give(*back)
+    assert allocator.runs() == [(0, slots)]
+
+
+def test_lent_slots_go_back_with_the_last_use() -> None:
+    """Whoever is last: the owner, a send that was given up, or a reader."""
+    layout = Layout(readers=1, ring_bytes=64, slots=4, slot_bytes=8)
+    words = memoryview(bytearray(layout.control_bytes)).cast("Q")
+    arena, holder = Arena(words, layout, lambda: None), Holder(0)
+    releaser = SpanReleaser(words, layout, 0, lambda: None)
+    loan = arena.lend(16)
+    assert loan is not None
+    assert (loan.slot, loan.slots, arena.used_slots, arena.claimed_spans) == (0, 2, 2, 0)
+    first, second = arena.use(loan, 16), arena.use(loan, 8)
+    assert first is not None and second is not None
+    assert arena.use(loan, 8) is None  # as many as it has slots
+    assert {first.slot, second.slot} == {0, 1} and first.generation != second.generation
+    arena.publish(first, [holder])
+    arena.unclaim(second)
+    third = arena.use(loan, 8)
+    assert third is not None
+    arena.publish(third, [holder])
+    assert not loan.idle
+    arena.drop(loan)
+    arena.reap()
+    assert arena.used_slots == 2
+    releaser.release(third.slot, third.generation)
+    arena.reap()
+    assert arena.used_slots == 2 and arena.held_by(holder) == [first]
+    releaser.release(first.slot, first.generation)
+    arena.reap()
+    assert arena.used_slots == 0
+    again = arena.lend(32)
+    assert again is not None
+    arena.drop(again)
+    assert arena.lend(32) is not None  # dropped and unsent: free at the next look
