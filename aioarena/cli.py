@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aioarena
-from aioarena._bench import copying, faults, placement, small
+from aioarena._bench import copying, faults, memory, placement, small
 from aioarena._bench._result import Result
 from aioarena._bench._text import Progress
 from aioarena._bench._workers import WorkerError, run
@@ -99,6 +99,12 @@ def _measure_faults(arguments: argparse.Namespace, progress: Progress) -> Result
     return result
 
 
+def _measure_memory(arguments: argparse.Namespace, progress: Progress) -> Result:
+    options = memory.MemoryOptions(arguments.readers, 1 if arguments.quick else arguments.runs, arguments.quick)
+    result: Result = run(memory.measure(options, progress))
+    return result
+
+
 # Arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +191,12 @@ def _add_benches(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = benches.add_parser("placement", help="which buffers belong in the arena, and how large a slot should be")
     parser.set_defaults(measure=_measure_placement)
     parser.add_argument("--readers", type=_at_least(1), default=4, metavar="N", help="readers (default: 4)")
+    _add_output(parser)
+
+    parser = benches.add_parser("memory", help="what fresh pages cost, and what prefault and lent memory save")
+    parser.set_defaults(measure=_measure_memory)
+    parser.add_argument("--readers", type=_at_least(1), default=2, metavar="N", help="readers (default: 2)")
+    _add_runs(parser)
     _add_output(parser)
 
     parser = benches.add_parser("faults", help="how soon each side learns that the other died, left or closed")

@@ -418,7 +418,12 @@ def test_bench_small_prints_json(loop: str) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("copy", "Handing over alone"), ("placement", "The default min_bytes is"), ("faults", "SenderLostError")],
+    [
+        ("copy", "Handing over alone"),
+        ("placement", "The default min_bytes is"),
+        ("faults", "SenderLostError"),
+        ("memory", "prefault"),
+    ],
 )
 def test_other_benches_print_tables(name: str, expected: str) -> None:
     done = aioarena("bench", name, "--quick")
