@@ -259,7 +259,7 @@ async def test_the_loop_keeps_turning_while_a_large_tensor_is_sent(open_channel:
 
 @pytest.mark.parametrize("kind", ["gathered", "array", "pickled", "frame"])
 async def test_the_loop_keeps_turning_whatever_is_large(open_channel: OpenChannel, kind: str) -> None:
-    nbytes = 32 << 20
+    nbytes = 96 << 20
     message: Any = {
         "gathered": lambda: filled(7, 2 * nbytes).view(-1, 2)[:, 0],
         "array": lambda: np.full(nbytes, 7, np.uint8),

@@ -7,6 +7,7 @@ faults, as far as the scheduler lets it be the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import random
@@ -105,6 +106,7 @@ class Chaos:
         self.returned: list[int] = []  # ids whose send returned, in the order of the calls
         self.cancelled: list[int] = []
         self.next_id = 0
+        self.lent: list[torch.Tensor] = []
 
     async def attach(self, rank: int) -> None:
         if rank in self.readers:
@@ -118,8 +120,9 @@ class Chaos:
             assert all(reader.process.returncode is None for reader in self.readers.values()), "a reader ended by itself"
             await asyncio.sleep(0.01)  # a poll, not a delay: nothing tells when a reader joins at a rank that was lost
 
-    def message(self, leave: int | None = None) -> dict[str, Any]:
-        parts = [random_part(self.rng) for _ in range(self.rng.randrange(1, 4))]
+    def message(self, parts: list[Any] | None = None, leave: int | None = None) -> dict[str, Any]:
+        if parts is None:
+            parts = [random_part(self.rng) for _ in range(self.rng.randrange(1, 4))]
         self.next_id += 1
         return {"id": self.next_id, "parts": parts, "digests": [digest(part) for part in parts], "leave": leave}
 
@@ -132,15 +135,38 @@ class Chaos:
         else:
             self.returned.append(message["id"])
 
+    async def send_lent(self) -> None:
+        """Send lent memory: new, sent before, or written anew once the readers let go of it."""
+        rng, lent = self.rng, self.lent
+        if not lent or rng.random() < 0.5:
+            tensor = await self.chan.empty(rng.choice([130_000, 500_000, 2_000_000]), torch.uint8)
+            tensor.copy_(torch.from_numpy(np.frombuffer(bytearray(rng.randbytes(tensor.numel())), np.uint8)))
+            lent.append(tensor)
+        else:
+            tensor = rng.choice(lent)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rng.random() * 0.05):
+                    await self.chan.reclaim(tensor)
+                    tensor.copy_(torch.from_numpy(np.frombuffer(bytearray(rng.randbytes(tensor.numel())), np.uint8)))
+        parts = [tensor, random_part(rng), tensor[rng.randrange(tensor.numel()) :]]
+        await self.send(self.message(parts), None if rng.random() < 0.7 else rng.random() * 0.01)
+        if len(lent) > 3 or rng.random() < 0.2:
+            lent.pop(rng.randrange(len(lent)))
+
     async def step(self) -> None:
         rng = self.rng
-        match rng.choices(["send", "several", "give up", "kill", "stop", "leave", "bad"], [60, 12, 12, 2, 4, 2, 3])[0]:
+        kinds = {"send": 60, "several": 12, "give up": 12, "lend": 8, "kill": 2, "stop": 4, "leave": 2, "bad": 3, "trim": 1}
+        match rng.choices(list(kinds), list(kinds.values()))[0]:
             case "send":
                 await self.send(self.message())
             case "several":
                 await asyncio.gather(*[self.send(self.message()) for _ in range(rng.randrange(2, 5))])
             case "give up":
                 await self.send(self.message(), rng.random() * 0.01)
+            case "lend":
+                await self.send_lent()
+            case "trim":
+                await self.chan.trim()
             case "kill":
                 rank = rng.randrange(1, READERS)
                 self.readers[rank].process.kill()
@@ -204,6 +230,7 @@ async def test_chaos(tmp_path: Path) -> None:
             end = time.monotonic() + SECONDS
             while time.monotonic() < end:
                 await chaos.step()
+            chaos.lent.clear()
             await chaos.everyone_attached()
             await chaos.send({"id": chaos.next_id + 1, "parts": [], "digests": []})
             await chan.aclose()
@@ -211,6 +238,7 @@ async def test_chaos(tmp_path: Path) -> None:
             assert not any(problems), f"seed {SEED}: " + "; ".join(filter(None, problems))
             check_order(chaos)
             statistics = chan.statistics()
+            assert statistics.lent_bytes > 0
             assert statistics.spans_held == 0
             assert statistics.slots_used == 0
             assert statistics.frames_pending == 0
