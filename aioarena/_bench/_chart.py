@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -26,18 +26,18 @@ def _rate(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    return f"{value:.2%}"
+    return f"{value:.2g}%" if (value := value * 100) < 1 else f"{value:.1f}%"
 
 
 # What the bars of a scenario are.
 _MEANING: dict[str, tuple[str, Callable[[float], str]]] = {
-    "small": ("median latency of a small message sent every 2 ms", show_seconds),
-    "burst": ("small messages a second, more is better", _rate),
-    "tensor": ("one tensor of 200 MiB, until all readers have touched it", show_seconds),
-    "tensors": ("eight tensors of 16 MiB, until all readers have touched them", show_seconds),
-    "objects": ("1 MB of Python objects, until all readers have them", show_seconds),
-    "idle": ("CPU share of the busiest reader while nothing is sent", _share),
-    "stall": ("worst delay of the sender's event loop in 200 MiB sends", show_seconds),
+    "small": ("median latency", show_seconds),
+    "burst": ("messages a second, more is better", _rate),
+    "tensor": ("median, until all readers have touched it", show_seconds),
+    "tensors": ("median, until all readers have touched them", show_seconds),
+    "objects": ("median, until all readers have them", show_seconds),
+    "idle": ("CPU share of the busiest reader", _share),
+    "stall": ("worst delay of the sender's loop, median of the runs", show_seconds),
 }
 
 
@@ -47,10 +47,22 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 1
     return f'<text {place} font-size="{size}" fill="{_TEXT}"{weight}>{escape(text)}</text>'
 
 
-def length(value: float, least: float, most: float) -> float:
-    """Share of the full width that a bar has: powers of ten are equally far apart, and the least is still seen."""
-    low, high = math.floor(math.log10(least)), math.log10(most)
-    return 1.0 if high <= low else max(0.01, (math.log10(value) - low) / (high - low))
+class Scale:
+    """Where values are on a logarithmic axis that begins at the power of ten below the least of them.
+
+    Attributes:
+        powers: Exponents of ten that are on it.
+    """
+
+    def __init__(self, values: Sequence[float]) -> None:
+        low = math.log10(min(values, default=1.0))
+        self._low = math.floor(low) if low % 1 else math.floor(low) - 1  # a bar of no length would be none
+        self._high = math.log10(max(values, default=1.0))
+        self.powers = range(self._low, math.floor(self._high) + 1)
+
+    def __call__(self, value: float) -> float:
+        """Share of the axis up to a value."""
+        return (math.log10(value) - self._low) / (self._high - self._low)
 
 
 def _panel(section: Section, colours: dict[int, str], top: float) -> tuple[list[str], float]:
@@ -58,16 +70,16 @@ def _panel(section: Section, colours: dict[int, str], top: float) -> tuple[list[
     meaning, show = _MEANING[section.records[0]["scenario"]]
     # Something that took no time at all has no logarithm.
     shown = {id(record): max(record["value"], 1e-6) for record in section.records if "value" in record}
-    parts = [_text(10, top + 14, meaning, size=13, bold=True)]
+    parts = [_text(10, top + 14, f"{section.title.splitlines()[0]}: {meaning}", size=13, bold=True)]
     y = top + 24
-    least, most = min(shown.values(), default=1.0), max(shown.values(), default=1.0)
+    scale, full = Scale(list(shown.values())), _WIDTH - _LEFT - _RIGHT
     for name in dict.fromkeys(record["alternative"] for record in section.records):
         records: list[dict[str, Any]] = [record for record in section.records if record["alternative"] == name]
         parts.append(_text(_LEFT - 8, y + len(records) * _BAR / 2 + 4, name, anchor="end"))
         for record in records:
             end = float(_LEFT)
             if id(record) in shown:
-                width = length(shown[id(record)], least, most) * (_WIDTH - _LEFT - _RIGHT)
+                width = scale(shown[id(record)]) * full
                 place = f'x="{_LEFT}" y="{y:.1f}" width="{width:.1f}" height="{_BAR - 2}"'
                 parts.append(f'<rect {place} fill="{colours[record["readers"]]}"/>')
                 end += width
@@ -75,7 +87,12 @@ def _panel(section: Section, colours: dict[int, str], top: float) -> tuple[list[
             parts.append(_text(end + 5, y + _BAR - 4, label, size=10))
             y += _BAR
         y += _GAP / 2
-    return parts, y + _GAP
+    for power in scale.powers:
+        x = _LEFT + scale(10.0**power) * full
+        place = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top + 22:.1f}" y2="{y:.1f}"'
+        parts.append(f'<line {place} stroke="{_TEXT}" stroke-opacity="0.5" stroke-width="1"/>')
+        parts.append(_text(x, y + 9, show(10.0**power), anchor="middle", size=8))
+    return parts, y + 2 * _GAP
 
 
 def draw(result: Result) -> str:

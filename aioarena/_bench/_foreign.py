@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from aioarena._bench._alternatives import (
+from aioarena._bench._ends import (
     WINDOW,
     Alternative,
     Message,
@@ -113,8 +113,9 @@ class _IceoryxSend(SendEnd):
     def _publish(self, head: bytes, frames: list[memoryview], offsets: list[int]) -> None:
         sample = self._publisher.loan_slice_uninit(offsets[-1])
         address = sample.payload().as_ptr()
-        for frame, offset in zip([head, *frames], offsets, strict=False):
-            source = np.frombuffer(frame, np.uint8)
+        parts: list[Any] = [head, *frames]
+        for part, offset in zip(parts, offsets, strict=False):
+            source = np.frombuffer(part, np.uint8)
             ctypes.memmove(address + offset, source.ctypes.data, len(source))
         sample.assume_init().send()
         self._notifier.notify()
@@ -155,10 +156,10 @@ class _IceoryxRead(ReadEnd):
 class Iceoryx(Alternative):
     name = "iceoryx2"
     about = (
-        "Publish/subscribe of byte slices with an event, pickle 5, one memcpy by the sender in a thread; readers view the "
-        "sample until they receive the next, and wait for the event in a thread. A burst that is too fast waits on the loop."
+        "Publish/subscribe of byte slices with an event, pickle 5; large ones are copied by one thread of the sender, and "
+        "small ones on the loop, which waits there when a burst is too fast. Readers view a sample until they receive the "
+        "next, and wait for the event in a thread."
     )
-    foreign = True
 
     @classmethod
     def missing(cls) -> str | None:
@@ -224,7 +225,6 @@ def _message_queue() -> Any:
 class Vllm(Alternative):
     name = "vllm"
     about = "vLLM's MessageQueue, all readers local, enqueue() and dequeue() in a thread."
-    foreign = True
     options: ClassVar[dict[str, Any]] = {}
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from aioarena._bench._result import Section
 from aioarena._bench._text import show_micros, show_seconds
 
 if TYPE_CHECKING:
-    from aioarena._bench._scenarios import Report, Scenario
+    from aioarena._bench._scenarios import Scenario
+    from aioarena._bench._sides import Report
     from aioarena._bench.compare import Pair
 
 # A message that takes so many times the median is counted as slow.
@@ -63,7 +65,7 @@ _COLUMNS: dict[str, list[_Column]] = {
     ],
     "answered": [
         ("first", "first", show_seconds),
-        ("first ten", "first_median", show_seconds),
+        ("first ones", "first_median", show_seconds),
         ("median", "value", show_seconds),
         ("worst", "worst", show_seconds),
         (f"over {_SLOW}x", "slow", str),
@@ -82,15 +84,15 @@ _COLUMNS: dict[str, list[_Column]] = {
 }
 
 _EXPLAINED = {
-    "paced": "Latency from the call of send until a reader has the message; CPU time for one message, which includes the\n"
-    "sender's timer.",
+    "paced": "Latency from the call of send until a reader has the message; CPU time of the whole process for one message, "
+    "with the sender's timer.",
     "burst": "Median of the runs; CPU time of the whole process for one message.",
-    "answered": "From the call of send until every reader has touched every page, or object, and the next one is sent only "
-    "then:\nthe first on a new channel, the median of the first ones, then median and worst of the others, and how many took\n"
-    f"over {_SLOW} times the median; how long send() took; CPU time of all processes for one message.",
+    "answered": "From the call of send until every reader has read a byte of each page; the next is sent only then. The "
+    "first on a new channel, the median of the first ones, then median and worst of all others, and how many of them took "
+    f"over {_SLOW} times the median; how long send() took; CPU time of all processes for one message, with the reading.",
     "idle": "CPU time by wall time, with the channel open and the readers waiting.",
     "stall": "How late a timer of 1 ms was at worst: median and worst of the runs, and median while nothing was sent. "
-    "Readers\nreceive, and touch nearly nothing.",
+    "Readers receive, and read nearly nothing.",
 }
 
 
@@ -195,7 +197,8 @@ def section(pairs: Sequence[Pair]) -> Section:
     floored = any(record["alternative"] == "floor" for record in records)
     compared = kind in ("paced", "burst", "answered")
     header = ["readers", *[header for header, _, _ in columns], *(["x floor" if floored else "x best"] if compared else [])]
-    made = Section(f"{scenario.title}. {_EXPLAINED[kind]}", [scenario.name, *header], records=records)
+    explained = textwrap.fill(_EXPLAINED[kind], 118)
+    made = Section(f"{scenario.title}\n{explained}", [scenario.name, *header], records=records)
     before = None
     for record in records:
         readers = record["readers"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import textwrap
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from aioarena._bench import _alternatives, _chart, _foreign, _summary
-from aioarena._bench._alternatives import Alternative, NotPossibleError, Setting
-from aioarena._bench._result import Result
-from aioarena._bench._scenarios import SCENARIOS, Job, NotPossible, Report, Round, Scenario, work
+from aioarena._bench._ends import Alternative, NotPossibleError, Setting
+from aioarena._bench._result import Result, Section
+from aioarena._bench._scenarios import SCENARIOS, Scenario
+from aioarena._bench._sides import Job, NotPossible, Report, Round, work
 from aioarena._bench._text import Progress
 from aioarena._bench._workers import Team, Worker, WorkerError
 
@@ -110,7 +112,7 @@ class Pair:
         except NotPossibleError as error:
             self.failure = ("not possible", str(error))
         except WorkerError as error:
-            if not self.alternative.foreign:
+            if self.alternative.ours:
                 raise
             self.failure = ("failed", str(error).strip().rsplit("\n", 1)[-1])
         self._spent += time.monotonic() - began
@@ -157,7 +159,7 @@ class Pair:
     async def warm_up(self) -> None:
         if self.scenario.first:
             self.first = await self.round(self.scenario.first)
-        await self.round(min(self.scenario.count, 2) if self.scenario.tensors else self.scenario.count, full=True)
+        await self.round(1 if self.scenario.tensors else self.scenario.count, full=True)
 
     async def measure(self) -> None:
         self.rounds.append(await self.round(self.scenario.count))
@@ -210,28 +212,33 @@ async def _measure_scenario(pairs: Sequence[Pair], runs: int, progress: Progress
             await pair.attempt(pair.finish())
 
 
-def _chosen(options: CompareOptions) -> tuple[list[type[Alternative]], list[str]]:
-    """Alternatives that can be measured here, and notes of the others."""
-    chosen, notes = [], []
+def _chosen(options: CompareOptions) -> tuple[list[type[Alternative]], Section]:
+    """Alternatives that can be measured here, and a table of all that were asked for."""
+    chosen = []
+    section = Section("How each was used", ["alternative", "version"])
     for key in options.alternatives or ALTERNATIVES:
         alternative = ALTERNATIVES[key]
-        if why := alternative.missing():
-            notes.append(f"{alternative.name}: left out, {why}.")
-        else:
+        version, missing = alternative.version(), alternative.missing()
+        if missing is None:
             chosen.append(alternative)
-            if alternative.about:
-                notes.append(f"{alternative.name}: {alternative.about}")
-    return chosen, notes
+            about = alternative.about
+        else:
+            about = f"left out, {missing}."
+        section.rows.append([alternative.name, version or ("-" if missing else "see above")])
+        section.records.append({"alternative": alternative.name, "version": version, "about": about})
+        if about:
+            section.notes.append(textwrap.fill(f"{alternative.name}: {about}", 118, subsequent_indent="  "))
+    section.notes.insert(0, "")
+    return chosen, section
 
 
 async def measure(options: CompareOptions, progress: Progress) -> Result:
     """Measure every scenario, with every number of readers, over every alternative."""
     # What takes long to start with is imported once, by the process that the others are forked from.
-    multiprocessing.set_forkserver_preload(["aioarena._bench.compare"])
-    alternatives, notes = _chosen(options)
+    multiprocessing.set_forkserver_preload(["aioarena._bench._preload"])
+    alternatives, used = _chosen(options)
     names = options.scenarios or tuple(SCENARIOS)
-    versions = {alternative.name: version for alternative in alternatives if (version := alternative.version())}
-    settings = {"readers": options.readers, "runs": options.runs, "quick": options.quick, "versions": versions}
+    settings = {"readers": options.readers, "runs": options.runs, "quick": options.quick, "limit": options.limit}
     result = Result("compare", settings=settings)
     for name in names:
         scenario = SCENARIOS[name].quick() if options.quick else SCENARIOS[name]
@@ -248,8 +255,7 @@ async def measure(options: CompareOptions, progress: Progress) -> Result:
                 measured += pairs
         if measured:
             result.sections.append(_summary.section(measured))
-    if result.sections:
-        result.sections[-1].notes += ["", *notes, *(f"{name} {version}" for name, version in versions.items())]
     if options.svg is not None:
         options.svg.write_text(_chart.draw(result))
+    result.sections.append(used)
     return result
