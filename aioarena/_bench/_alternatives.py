@@ -14,9 +14,7 @@ import multiprocessing
 import os
 import pickle
 import queue
-import shutil
 import socket
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -88,9 +86,8 @@ class ArenaOff(Arena):
 
 
 class _ZmqSend(SendEnd):
-    def __init__(self, readers: int) -> None:
-        self._directory = tempfile.mkdtemp(prefix="aioarena-bench-")
-        self.handle = [f"ipc://{self._directory}/{name}" for name in ("messages", "acknowledgements")]
+    def __init__(self, setting: Setting) -> None:
+        self.handle = [f"ipc://{setting.directory}/{name}" for name in ("messages", "acknowledgements")]
         self._context = zmq.asyncio.Context()
         # A PUB socket that can see who has subscribed.
         self._messages = self._context.socket(zmq.XPUB)
@@ -100,7 +97,7 @@ class _ZmqSend(SendEnd):
         self._acknowledgements = self._context.socket(zmq.PULL)
         self._acknowledgements.bind(self.handle[1])
         self._sent = 0
-        self._acknowledged = [0] * readers
+        self._acknowledged = [0] * setting.readers
 
     async def ready(self) -> None:
         for _ in self._acknowledged:
@@ -114,7 +111,6 @@ class _ZmqSend(SendEnd):
 
     async def aclose(self) -> None:
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class _ZmqRead(ReadEnd):
@@ -149,7 +145,7 @@ class Zmq(Alternative):
 
     @classmethod
     async def sender(cls, setting: Setting) -> SendEnd:
-        return _ZmqSend(setting.readers)
+        return _ZmqSend(setting)
 
     @classmethod
     async def reader(cls, setting: Setting, handle: Any, rank: int) -> ReadEnd:
@@ -221,8 +217,7 @@ class Queue(Alternative):
 
 class _FloorSend(SendEnd):
     def __init__(self, setting: Setting) -> None:
-        self._directory = tempfile.mkdtemp(prefix="aioarena-bench-")
-        address = f"{self._directory}/socket"
+        address = f"{setting.directory}/socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(address)
         self._listener.listen(setting.readers)
@@ -264,7 +259,6 @@ class _FloorSend(SendEnd):
         for connection in [*self._sockets, self._listener]:
             connection.close()
         os.close(self._fd)
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class _FloorRead(ReadEnd):

@@ -58,11 +58,13 @@ class Setting:
     Attributes:
         readers: Readers there will be.
         nbytes: The most that a message has, with something to spare.
+        directory: For sockets; it is removed with all that is in it.
         inherited: What :meth:`Alternative.inherit` returned.
     """
 
     readers: int
     nbytes: int
+    directory: str
     inherited: Any = None
 
 
@@ -95,6 +97,10 @@ class Alternative(ABC):
     def inherit(cls, readers: int) -> Any:
         """What its processes have to be given when they are started."""
         return None
+
+    @classmethod  # noqa: B027 - most leave nothing
+    def clean_up(cls) -> None:
+        """Remove what killed processes may have left on the machine."""
 
     @classmethod
     @abstractmethod

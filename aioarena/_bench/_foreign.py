@@ -170,6 +170,15 @@ class Iceoryx(Alternative):
         return _version("iceoryx2")
 
     @classmethod
+    def clean_up(cls) -> None:
+        import iceoryx2
+
+        iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
+        no_signals = iceoryx2.SignalHandlingMode.Disabled
+        node = iceoryx2.NodeBuilder.new().signal_handling_mode(no_signals).create(iceoryx2.ServiceType.Ipc)
+        node.try_cleanup_dead_nodes()
+
+    @classmethod
     async def sender(cls, setting: Setting) -> SendEnd:
         try:
             return _IceoryxSend(setting)

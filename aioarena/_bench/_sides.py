@@ -123,6 +123,7 @@ async def _watched(job: Job, report: Report) -> AsyncIterator[None]:
 
 
 async def _send(pipe: Connection[Any, Any], job: Job) -> None:
+    # Not closed when the conductor is gone, or wants us to be: then nobody waits for us.
     end = await job.alternative.sender(job.setting)
     pipe.send(end.handle)
     await end.ready()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import tempfile
 import textwrap
 import time
 from collections.abc import Coroutine, Sequence
@@ -92,7 +93,9 @@ class Pair:
     failure: tuple[str, str] | None = None
     _team: Team | None = None
     _pipes: list[tuple[Connection[Any, Any], Connection[Any, Any]]] = field(default_factory=list)
+    _directory: tempfile.TemporaryDirectory[str] | None = None
     _spent: float = 0.0
+    _finished: bool = False
 
     @property
     def what(self) -> str:
@@ -117,12 +120,14 @@ class Pair:
             self.failure = ("failed", str(error).strip().rsplit("\n", 1)[-1])
         self._spent += time.monotonic() - began
         if self.failure is not None:
-            self.stop(self.failure)
+            self.stop()
 
     async def start(self) -> None:
         """Start the processes and connect them."""
         self.received = [0] * self.readers
-        setting = Setting(self.readers, self.scenario.nbytes, self.alternative.inherit(self.readers))
+        self._directory = tempfile.TemporaryDirectory(prefix="aioarena-bench-")
+        inherited = self.alternative.inherit(self.readers)
+        setting = Setting(self.readers, self.scenario.nbytes, self._directory.name, inherited)
         self._pipes = [multiprocessing.Pipe(duplex=False) for _ in range(self.readers)]
         job = Job(self.alternative, self.scenario, setting, self._pipes)
         self._team = Team(1 + self.readers, work, job, method="forkserver")
@@ -173,12 +178,19 @@ class Pair:
         for reader in readers:
             await _answer(reader)
         sender.tell(None)
+        self._finished = True
 
-    def stop(self, why: object = None) -> None:
-        """End the processes, also those that hang."""
+    def stop(self) -> None:
+        """End the processes, also those that hang, and remove what they leave."""
         if self._team is not None:
-            self._team.__exit__(None if why is None else TimeoutError, None if why is None else TimeoutError(), None)
+            error = None if self._finished else WorkerError("not finished")
+            self._team.__exit__(type(error) if error else None, error, None)
             self._team = None
+            if not self._finished:
+                self.alternative.clean_up()
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
         for pipe in self._pipes:
             for end in pipe:
                 end.close()
