@@ -22,15 +22,15 @@ from aioarena._bench._text import Progress, table
 from aioarena._bench._workers import Team
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
 PATIENCE = float(os.environ.get("AIOARENA_TEST_PATIENCE", "1"))
 OURS = {"aioarena": "aioarena", "arena-off": "aioarena, arena off"}
 OTHERS = {"zmq": "zmq.asyncio", "queue": "torch queue", "floor": "floor"}
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
     command, patience = [sys.executable, *arguments], 110 * PATIENCE
-    return subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=patience, check=False)
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience, check=False)
 
 
 # The whole --------------------------------------------------------------------------------------------------------
@@ -76,6 +76,71 @@ def test_iceoryx2_delivers_where_it_is_installed() -> None:
     for section in json.loads(done.stdout)["sections"][:-1]:
         for record in section["records"]:
             assert record["received"] == [record["sent"]] * 2
+
+
+# What is used of vLLM's queue, and what it does as far as its readers can tell.
+_VLLM = """
+import pickle, tempfile
+import zmq
+
+
+class MessageQueue:
+    def __init__(self, n_reader, n_local_reader, local_reader_ranks=None, max_chunk_bytes=1 << 24, max_chunks=10):
+        assert n_reader == n_local_reader
+        self.n_reader = n_reader
+        self.address = f"ipc://{tempfile.mkdtemp(dir=r'DIRECTORY')}/queue"
+        self.socket = zmq.Context.instance().socket(zmq.XPUB)
+        self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.bind(self.address)
+
+    def export_handle(self):
+        return self.address
+
+    @staticmethod
+    def create_from_handle(handle, rank):
+        self = MessageQueue.__new__(MessageQueue)
+        self.n_reader = None
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self.socket.connect(handle)
+        return self
+
+    def wait_until_ready(self):
+        if self.n_reader is None:
+            assert self.socket.recv() == b"READY"
+        else:
+            for _ in range(self.n_reader):
+                self.socket.recv()
+            self.socket.send(b"READY")
+
+    def enqueue(self, obj, timeout=None):
+        self.socket.send(pickle.dumps(obj))
+
+    def dequeue(self, timeout=None):
+        if not self.socket.poll(None if timeout is None else timeout * 1000):
+            raise TimeoutError
+        return pickle.loads(self.socket.recv())
+"""
+
+
+@pytest.mark.multiprocess
+def test_vllm_is_used_as_its_queue_wants_to_be(tmp_path: Path) -> None:
+    package = tmp_path / "vllm" / "distributed" / "device_communicators"
+    package.mkdir(parents=True)
+    for directory in (package, *package.parents[:2]):
+        (directory / "__init__.py").touch()
+    (package / "shm_broadcast.py").write_text(_VLLM.replace("DIRECTORY", str(tmp_path)))
+    chosen = ["--alternatives", "vllm", "vllm-arena", "--scenarios", "small", "tensors", "--readers", "2", "--json"]
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = python("-m", "aioarena", "bench", "compare", "--quick", *chosen, path=path)
+    assert done.returncode == 0, done.stderr
+    for section in json.loads(done.stdout)["sections"][:-1]:
+        queue, arena = section["records"]
+        assert queue.get("received") == [queue["sent"]] * 2, queue
+        assert queue["sent"] > 0
+        assert (arena["failure"], arena["why"]) == ("not possible", "this vllm has no enable_shm_tensor_arena")
 
 
 # What is broken ---------------------------------------------------------------------------------------------------

@@ -75,12 +75,14 @@ class Alternative(ABC):
         name: For tables.
         about: What a reader of the tables should know.
         scenarios: What it is for; None if for everything.
+        modules: What its processes would take long to import.
         ours: Whether a failure is an error, and not a note.
     """
 
     name: ClassVar[str]
     about: ClassVar[str] = ""
     scenarios: ClassVar[frozenset[str] | None] = None
+    modules: ClassVar[tuple[str, ...]] = ()
     ours: ClassVar[bool] = False
 
     @classmethod

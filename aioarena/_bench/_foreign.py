@@ -234,6 +234,7 @@ def _message_queue() -> Any:
 class Vllm(Alternative):
     name = "vllm"
     about = "vLLM's MessageQueue, all readers local, enqueue() and dequeue() in a thread."
+    modules = ("vllm.distributed.device_communicators.shm_broadcast",)
     options: ClassVar[dict[str, Any]] = {}
 
     @classmethod

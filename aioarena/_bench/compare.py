@@ -246,9 +246,10 @@ def _chosen(options: CompareOptions) -> tuple[list[type[Alternative]], Section]:
 
 async def measure(options: CompareOptions, progress: Progress) -> Result:
     """Measure every scenario, with every number of readers, over every alternative."""
-    # What takes long to start with is imported once, by the process that the others are forked from.
-    multiprocessing.set_forkserver_preload(["aioarena._bench._preload"])
     alternatives, used = _chosen(options)
+    # What takes long to start with is imported once, by the process that the others are forked from.
+    modules = [module for alternative in alternatives for module in alternative.modules]
+    multiprocessing.set_forkserver_preload(list(dict.fromkeys(["aioarena._bench._preload", *modules])))
     names = options.scenarios or tuple(SCENARIOS)
     settings = {"readers": options.readers, "runs": options.runs, "quick": options.quick, "limit": options.limit}
     result = Result("compare", settings=settings)
