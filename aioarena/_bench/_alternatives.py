@@ -15,10 +15,8 @@ import os
 import pickle
 import queue
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -217,12 +215,8 @@ class Queue(Alternative):
 # The floor --------------------------------------------------------------------------------------------------------
 
 
-# How often the floor tries each number of parts.
-_TRIES = 3
-
-
 class _FloorSend(SendEnd):
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, threads: int) -> None:
         address = f"{setting.directory}/socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(address)
@@ -236,9 +230,8 @@ class _FloorSend(SendEnd):
         self.handle = (os.getpid(), self._fd, setting.nbytes, address)
         self._readers = setting.readers
         self._sockets: list[socket.socket] = []
-        # Seconds of the copies so far, by the number of parts that each tensor was divided into.
-        self._copies: dict[int, list[float]] = {parts: [] for parts in {1, default_threads()}}
-        self._pool = ThreadPoolExecutor(default_threads())
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads)
 
     async def ready(self) -> None:
         for _ in range(self._readers):
@@ -246,27 +239,17 @@ class _FloorSend(SendEnd):
             connection.setblocking(True)
             self._sockets.append(connection)
 
-    def _choose(self) -> int:
-        """Parts for the next copy: each number a few times, and from then on what was faster."""
-        # One memmove of more than the caches hold bypasses them, and may be faster than two of half as much that do not.
-        least = min(self._copies, key=lambda parts: len(self._copies[parts]))
-        if len(self._copies[least]) < _TRIES:
-            return least
-        return min(self._copies, key=lambda parts: median(self._copies[parts]))
-
     async def send(self, message: Message) -> None:
         loop, target, copies, described = asyncio.get_running_loop(), self._address, [], []
-        parts, began = self._choose(), time.perf_counter()
         for tensor in message["tensors"]:
             nbytes = tensor.nbytes
-            share = -(-nbytes // parts)
+            share = -(-nbytes // self._threads)
             for start in range(0, nbytes, share):
                 part = (target + start, tensor.data_ptr() + start, min(share, nbytes - start))
                 copies.append(loop.run_in_executor(self._pool, ctypes.memmove, *part))
             described.append((target - self._address, tensor.dtype, tuple(tensor.shape)))
             target += nbytes
         await asyncio.gather(*copies)
-        self._copies[parts].append(time.perf_counter() - began)
         word = pickle.dumps({**message, "tensors": described}, 5)
         for connection in self._sockets:
             connection.sendall(word)
@@ -300,14 +283,15 @@ class _FloorRead(ReadEnd):
 class Floor(Alternative):
     name = "floor"
     about = (
-        "Not a channel: one copy by memmove into shared memory that was used before, in threads that take whole tensors "
-        "or parts of them, whichever was faster at first, and a word to each reader over a Unix socket."
+        "Not a channel: one copy by memmove into shared memory that was used before, by as many threads as aioarena has, "
+        "and a word to each reader over a Unix socket."
     )
     scenarios = frozenset({"tensor", "tensors"})
+    threads: ClassVar[int] = default_threads()
 
     @classmethod
     async def sender(cls, setting: Setting) -> SendEnd:
-        return _FloorSend(setting)
+        return _FloorSend(setting, cls.threads)
 
     @classmethod
     async def reader(cls, setting: Setting, handle: Any, rank: int) -> ReadEnd:
@@ -318,3 +302,12 @@ class Floor(Alternative):
         connection.connect(address)
         connection.setblocking(False)
         return _FloorRead(memory, connection)
+
+
+class FloorAlone(Floor):
+    name = "floor, one thread"
+    about = (
+        "The same with one thread. A memmove of more than the caches hold goes around them, which several of its parts "
+        "may not do, and where other work runs one thread waits less. 'x floor' is to the lower of both."
+    )
+    threads = 1

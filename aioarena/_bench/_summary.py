@@ -194,7 +194,7 @@ def section(pairs: Sequence[Pair]) -> Section:
     kind = _kind(scenario)
     columns = _COLUMNS[kind]
     records = [_record(pair) for pair in pairs]
-    floored = any(record["alternative"] == "floor" for record in records)
+    floored = any(record["alternative"].startswith("floor") for record in records)
     compared = kind in ("paced", "burst", "answered")
     header = ["readers", *[header for header, _, _ in columns], *(["x floor" if floored else "x best"] if compared else [])]
     explained = textwrap.fill(_EXPLAINED[kind], 118)
@@ -219,10 +219,10 @@ def section(pairs: Sequence[Pair]) -> Section:
 
 
 def _base(records: list[dict[str, Any]], readers: int, floored: bool, *, most: bool) -> float | None:
-    """What others are compared with: the floor, or the best."""
+    """What others are compared with: the lower floor, or the best."""
     values = [
         record["value"]
         for record in records
-        if record["readers"] == readers and "value" in record and (not floored or record["alternative"] == "floor")
+        if record["readers"] == readers and "value" in record and (not floored or record["alternative"].startswith("floor"))
     ]
     return (max if most else min)(values) if values else None

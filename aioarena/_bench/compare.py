@@ -37,6 +37,7 @@ ALTERNATIVES: dict[str, type[Alternative]] = {
     "vllm": _foreign.Vllm,
     "vllm-arena": _foreign.VllmArena,
     "floor": _alternatives.Floor,
+    "floor-alone": _alternatives.FloorAlone,
 }
 
 # The first message has a number, and a pickle, of as many bytes as most.
