@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aioarena
-from aioarena._bench import copying, faults, memory, placement, small
+from aioarena._bench import compare, copying, faults, memory, placement, small
 from aioarena._bench._result import Result
+from aioarena._bench._scenarios import SCENARIOS
 from aioarena._bench._text import Progress
 from aioarena._bench._workers import WorkerError, run
 from aioarena._demo import DemoOptions, demo
@@ -23,6 +24,7 @@ examples:
   python -m aioarena demo --image cat.png --readers 2  a picture of yours to 2 workers
   python -m aioarena demo --size 1024 --loop uvloop    a smaller one, on uvloop
   python -m aioarena bench small                       messages per second, and what one costs
+  python -m aioarena bench compare --svg compare.svg   beside other ways of sending the same
   python -m aioarena bench placement --json            where buffers should go, for programs to read
 """
 
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
-    except (ArenaError, PictureError, WorkerError) as error:
+    except (ArenaError, PictureError, WorkerError, compare.InvariantError) as error:
         print(f"aioarena: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -102,6 +104,20 @@ def _measure_faults(arguments: argparse.Namespace, progress: Progress) -> Result
 def _measure_memory(arguments: argparse.Namespace, progress: Progress) -> Result:
     options = memory.MemoryOptions(arguments.readers, 1 if arguments.quick else arguments.runs, arguments.quick)
     result: Result = run(memory.measure(options, progress))
+    return result
+
+
+def _measure_compare(arguments: argparse.Namespace, progress: Progress) -> Result:
+    options = compare.CompareOptions(
+        readers=tuple(dict.fromkeys(arguments.readers)),
+        runs=1 if arguments.quick else arguments.runs,
+        quick=arguments.quick,
+        scenarios=tuple(dict.fromkeys(arguments.scenarios)),
+        alternatives=tuple(dict.fromkeys(arguments.alternatives)),
+        limit=arguments.limit,
+        svg=arguments.svg,
+    )
+    result: Result = run(compare.measure(options, progress))
     return result
 
 
@@ -201,6 +217,27 @@ def _add_benches(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     parser = benches.add_parser("faults", help="how soon each side learns that the other died, left or closed")
     parser.set_defaults(measure=_measure_faults)
+    _add_runs(parser)
+    _add_output(parser)
+
+    parser = benches.add_parser("compare", help="this library beside other ways of sending the same messages")
+    parser.set_defaults(measure=_measure_compare)
+    parser.add_argument(
+        "--readers", type=_at_least(1), nargs="+", default=[2, 4], metavar="N", help="numbers of readers (default: 2 4)"
+    )
+    for what, names in (("scenarios", SCENARIOS), ("alternatives", compare.ALTERNATIVES)):
+        listed = ", ".join(names)
+        parser.add_argument(
+            f"--{what}", nargs="+", choices=tuple(names), default=[], metavar="NAME", help=f"only these: {listed}"
+        )
+    parser.add_argument(
+        "--limit",
+        type=_at_least(1),
+        default=60,
+        metavar="SECONDS",
+        help="time for one alternative in one scenario, after which it is left out (default: 60)",
+    )
+    parser.add_argument("--svg", type=Path, metavar="PATH", help="draw the results into this file")
     _add_runs(parser)
     _add_output(parser)
 

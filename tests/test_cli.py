@@ -21,7 +21,9 @@ import pytest
 import torch
 
 from aioarena import __version__, _demo, _picture, cli
+from aioarena._bench._scenarios import SCENARIOS
 from aioarena._bench._workers import Team, WorkerError, run
+from aioarena._bench.compare import ALTERNATIVES
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
@@ -333,6 +335,10 @@ def running(*arguments: str, until: str) -> Iterator[subprocess.Popen[str]]:
         ),
         pytest.param(["demo", "--size", "512", "--pictures", "2000"], "with the", 143, False, id="SIGTERM"),
         pytest.param(["bench", "small"], "to 1 readers", 130, True, id="bench"),
+        pytest.param(["bench", "compare"], "small, 2 readers", 130, True, id="compare"),
+        pytest.param(
+            ["bench", "compare", "--scenarios", "burst"], "burst, 2 readers", 143, False, id="compare, parent only"
+        ),
     ],
 )
 def test_interrupted_command_leaves_nothing_behind(arguments: list[str], until: str, code: int, whole_group: bool) -> None:
@@ -442,6 +448,13 @@ def test_help_has_examples() -> None:
     done = aioarena("--help")
     assert done.returncode == 0
     assert "python -m aioarena demo --image" in done.stdout
+    assert "python -m aioarena bench compare" in done.stdout
+
+
+def test_help_of_compare_names_what_there_is() -> None:
+    done = aioarena("bench", "compare", "--help")
+    assert done.returncode == 0
+    assert {*SCENARIOS, *ALTERNATIVES, "--svg", "--limit"} <= set(re.findall(r"[\w-]+", done.stdout))
 
 
 @pytest.mark.parametrize(
@@ -453,6 +466,9 @@ def test_help_has_examples() -> None:
         (["demo", "--size", "large"], "invalid number value: 'large'"),
         (["demo", "--loop", "trio"], "invalid choice: 'trio'"),
         (["bench"], "required: BENCH"),
+        (["bench", "compare", "--readers", "0"], "must be at least 1, not 0"),
+        (["bench", "compare", "--scenarios", "all"], "invalid choice: 'all'"),
+        (["bench", "compare", "--alternatives", "pipe"], "invalid choice: 'pipe'"),
     ],
 )
 def test_wrong_arguments_are_explained(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

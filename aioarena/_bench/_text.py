@@ -50,8 +50,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in filled) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
+        if not row:
+            return ""
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip() if row else ""
+        return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()
 
     return "\n".join([line(header), "-" * len(line(header)), *map(line, rows)])
 

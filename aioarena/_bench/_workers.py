@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
 
@@ -55,7 +55,7 @@ def _main(target: Callable[..., None], rank: int, pipe: Connection[Any, Any], ar
 class Worker:
     """One worker process, seen from its parent."""
 
-    def __init__(self, rank: int, process: SpawnProcess, pipe: Connection[Any, Any]) -> None:
+    def __init__(self, rank: int, process: BaseProcess, pipe: Connection[Any, Any]) -> None:
         self.rank = rank
         self.process = process
         self._pipe = pipe
@@ -101,16 +101,18 @@ class Team:
         size: How many.
         target: A function of a module, called as ``target(rank, pipe, *arguments)`` in each process.
         arguments: What pickles.
+        method: How processes are started: ``spawn``, or ``forkserver`` where there are many.
     """
 
-    def __init__(self, size: int, target: Callable[..., None], *arguments: object) -> None:
+    def __init__(self, size: int, target: Callable[..., None], *arguments: object, method: str = "spawn") -> None:
         self._size = size
         self._target = target
         self._arguments = arguments
+        self._method = method
         self.workers: list[Worker] = []
 
     def __enter__(self) -> Self:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(self._method)
         # Started here, because it unblocks the signal that is blocked below when it is started there.
         resource_tracker.ensure_running()
         # Blocked in the children until they ignore it: a Ctrl-C while they import torch would give a traceback each.
