@@ -106,10 +106,11 @@ class ChunksSource:
 class GatherSource:
     """A strided array that is copied element by element into C order."""
 
-    __slots__ = ("_array", "_owner", "nbytes")
+    __slots__ = ("_array", "_owner", "address", "nbytes")
 
     def __init__(self, array: np.ndarray[Any, Any], owner: object) -> None:
         self._array = array
+        self.address = int(array.ctypes.data)
         self._owner = owner
         self.nbytes = array.nbytes
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from aioarena.exceptions import ClosedError
+
 # Bytes of one message that are copied on the loop. Handing a copy to a thread and back costs 64-112 us; 512 KiB take
 # 11 us into warm memory and 235 us into untouched pages (`python -m aioarena bench copy`, 2-core x86-64 VM, 2026-11-30).
 ON_LOOP_BYTES = 512 << 10
@@ -155,10 +157,17 @@ class CopyPool:
         self._threads = default_threads() if threads is None else threads
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[CopyJob] = []
+        self._closed = False
 
     @property
     def executor(self) -> ThreadPoolExecutor:
-        """The threads."""
+        """The threads.
+
+        Raises:
+            ClosedError: They have ended.
+        """
+        if self._closed:
+            raise ClosedError(f"the channel end with these threads ({self._name}) was closed meanwhile")
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix=f"aioarena-{self._name}")
         return self._executor
@@ -171,6 +180,7 @@ class CopyPool:
 
     def close(self) -> None:
         """Let the threads end. Copies are aborted, so this waits for the step under way at most."""
+        self._closed = True
         for job in self._jobs:
             job.abort()
         if self._executor is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from aioarena._codec import MemorySource, Plan
 from aioarena._copying import ON_LOOP_BYTES, CopyPool, Portion, join
-from aioarena._core.arena import Arena
+from aioarena._core.arena import Arena, Loan
 from aioarena._core.record import INLINE
 from aioarena._core.sender import LARGER_THAN_ARENA, PlacedMessage, SenderCore
 from aioarena._lending import Lender
@@ -43,6 +43,7 @@ class Filler:
         self._arena = arena
         self._pool = CopyPool("copy")
         self.seconds = 0.0
+        self._trimming = asyncio.Lock()
         self.prefault: Prefault | None = None
         self.lender = Lender(core.arena, arena.mapping) if arena is not None else None
 
@@ -51,9 +52,13 @@ class Filler:
         if self._arena is not None and nbytes:
             self.prefault = Prefault(f"channel {self._name!r}", self._arena.mapping, nbytes, self._arena)
 
-    async def trim(self) -> int:
+    async def trim(self, check: Callable[[], None]) -> int:
         """Give memory that nobody uses back; how many bytes."""
-        return await trim(self._core, self._arena, self._pool) if self._arena is not None else 0
+        if self._arena is None:
+            return 0
+        async with self._trimming:  # the word that says so is one for all
+            check()
+            return await trim(self._core, self._arena, self._pool, check)
 
     def close(self) -> None:
         if self.prefault is not None:
@@ -85,7 +90,14 @@ class Filler:
         except BaseException:
             self._core.arena.drop(loan)
             raise
+        if lender.closed:  # meanwhile
+            self._core.arena.drop(loan)
+            return None
         return lender.lend(loan)
+
+    def hold(self, plan: Plan) -> list[Loan]:
+        """Note that a message with lent memory is being sent; its loans."""
+        return self.lender.hold(plan.sources) if self.lender is not None else []
 
     async def back(self, plan: Plan, placed: PlacedMessage) -> PlacedMessage:
         """Make sure that memory is behind the spans; without it, the message placed anew in what there is."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from aioarena._codec import MemorySource, Source
+from aioarena._codec import GatherSource, MemorySource, Source
 from aioarena._core.arena import Arena, Loan
 from aioarena._platform.memory import Mapping
 
@@ -55,6 +56,10 @@ class Lender:
         self._end = mapping.address + mapping.nbytes
         self._loans: dict[int, Loan] = {}  # by first slot
 
+    @property
+    def closed(self) -> bool:
+        return self._mapping is None
+
     def close(self) -> None:
         """Lend no more, and let go of the memory. What is lent stays valid."""
         self._mapping = None
@@ -74,21 +79,45 @@ class Lender:
         """The loan that memory lies in, and where it starts in the arena; None for any other memory."""
         if not self._address <= address < self._end:
             return None
+        return self._find(sorted(self._loans), address, nbytes)
+
+    def _find(self, slots: list[int], address: int, nbytes: int) -> tuple[Loan, int] | None:
         start = address - self._address
-        for loan in list(self._loans.values()):
-            first = loan.slot * self._arena.slot_bytes
-            if first <= start and start + nbytes <= first + loan.nbytes:
-                return loan, start
+        position = bisect_right(slots, start // self._arena.slot_bytes) - 1
+        # It may be gone since: a finalizer runs in any thread.
+        loan = self._loans.get(slots[position]) if position >= 0 else None
+        if loan is not None and start + nbytes <= loan.slot * self._arena.slot_bytes + loan.nbytes:
+            return loan, start
         return None
+
+    def hold(self, sources: Sequence[Source]) -> list[Loan]:
+        """Note a send of lent memory, before any of it is claimed or copied.
+
+        Returns:
+            Its loans, whose ``pending`` is to be counted down when the send is over.
+        """
+        loans: list[Loan] = []
+        if self._loans:
+            slots = sorted(self._loans)
+            for source in sources:
+                # Gathered ones are copied, but their memory is read as well.
+                address = source.address if isinstance(source, MemorySource | GatherSource) else 0
+                if self._address <= address < self._end:
+                    found = self._find(slots, address, 1)
+                    if found is not None:
+                        found[0].pending += 1
+                        loans.append(found[0])
+        return loans
 
     def lent(self, sources: Sequence[Source]) -> dict[int, tuple[Loan, int]] | None:
         """Which sources of a message lie in lent memory, by index; None for a message without any."""
         if not self._loans:
             return None
         found = {}
+        slots = sorted(self._loans)
         for index, source in enumerate(sources):
-            if isinstance(source, MemorySource):
-                loan = self.find(source.address, source.nbytes)
+            if isinstance(source, MemorySource) and self._address <= source.address < self._end:
+                loan = self._find(slots, source.address, source.nbytes)
                 if loan is not None:
                     found[index] = loan
         return found or None
@@ -102,9 +131,12 @@ def as_tensor(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def address_of(memory: Any) -> int:
-    """Where the storage of a tensor, or the memory of an array, begins."""
+    """Where the storage of a tensor, or the memory of an array, begins; 0 for a tensor without one."""
     if isinstance(memory, torch.Tensor):
-        return memory.untyped_storage().data_ptr()
+        try:
+            return memory.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):  # sparse ones and some subclasses
+            return 0
     if isinstance(memory, np.ndarray):
         return int(memory.ctypes.data)
     raise TypeError(f"expected a torch.Tensor or a numpy.ndarray, not {type(memory).__name__}")

@@ -190,7 +190,8 @@ class Members:
 
     def _decide(self, join: Join) -> None:
         self._stop_contending(join.incarnation)
-        self._join(join, last=True)
+        # Whoever lost its connection is about to lose its rank too.
+        self._join(join, last=self.by_rank[join.rank] not in self._suspects)
 
     def _stop_contending(self, incarnation: int) -> None:
         if incarnation in self._contending:

@@ -64,7 +64,7 @@ class Stalls:
     def need(self, tail: int) -> None:
         """A send needs all readers to be at this tail, and has to wait for some."""
         self._needed = tail
-        self._look(time.monotonic())
+        self._look(self._now())
 
     def need_no_more(self) -> None:
         """No send waits. The clocks run on, in case it only gave up."""
@@ -73,7 +73,7 @@ class Stalls:
     def wait_for_seats(self) -> None:
         """A call waits until all readers have attached."""
         self._waiting_for_seats += 1
-        self._look_for_seats(time.monotonic())
+        self._look_for_seats(self._now())
 
     def wait_no_more(self) -> None:
         """That call is over."""
@@ -83,17 +83,23 @@ class Stalls:
 
     def tick(self) -> None:
         """Warn and evict, about once a second."""
-        now = time.monotonic()
-        asleep = now - self._ticked
+        now = self._now()
         self._ticked = now
-        if asleep > _ASLEEP:
-            for clock in [*self._blocking.values(), *([self._absent] if self._absent else [])]:
-                clock.since += asleep - TICK
-                clock.due += asleep - TICK
         if self._needed is not None:
             self._look(now)
         if self._waiting_for_seats:
             self._look_for_seats(now)
+
+    def _now(self) -> float:
+        """The time, after taking off the clocks what our own process slept."""
+        now = time.monotonic()
+        asleep = now - self._ticked
+        if asleep > _ASLEEP:
+            self._ticked = now
+            for clock in [*self._blocking.values(), *([self._absent] if self._absent else [])]:
+                clock.since += asleep
+                clock.due += asleep
+        return now
 
     def _look(self, now: float) -> None:
         needed, core = self._needed, self._core

@@ -20,6 +20,7 @@ import torch
 
 from aioarena._asyncio import BREATH_SHIFT, Endpoint, State, Turn
 from aioarena._codec import Encoder, Plan, as_plan
+from aioarena._core.arena import Loan
 from aioarena._core.layout import Layout
 from aioarena._core.record import INLINE
 from aioarena._core.sender import ARENA_FULL, LARGER_THAN_ARENA, NOT_DIVERTIBLE, Membership, PlacedMessage, SenderCore
@@ -164,6 +165,8 @@ class Sender(Endpoint):
         self._wire: SenderWire | None = None
         self._members: Members | None = None
         self._turns: deque[Turn] = deque()
+        self._unplanned = 0  # sends that have not pickled their objects yet
+        self._lending = 0  # calls that wait for lent memory, or give memory back
         self._wakeups = 0
         self._waits = 0
         self._log_fallback = FallbackLog(self._name, self._core.arena)
@@ -244,7 +247,7 @@ class Sender(Endpoint):
         try:
             try:
                 # Sends under way hold spans and run copies; they see the fault and give both back.
-                while self._turns:
+                while self._turns or self._lending:
                     await self._changed()
             finally:
                 # Also when cancelled: what is copied then is not published, and the readers' streams end in good order.
@@ -422,6 +425,9 @@ class Sender(Endpoint):
         sizes, kind = shape_of(shape), np.dtype(dtype)
         if kind.hasobject:
             raise TypeError(f"an array of dtype {kind} holds Python objects, which no other process can see")
+        if kind.subdtype is not None:  # a dtype of small arrays: what numpy.empty makes of it has more axes
+            kind, more = kind.subdtype
+            sizes += more
         memory = await self._lend(math.prod(sizes) * kind.itemsize)
         return np.empty(sizes, kind) if memory is None else np.frombuffer(memory, kind).reshape(sizes)
 
@@ -429,7 +435,12 @@ class Sender(Endpoint):
         self._check()
         if nbytes < self._core.min_bytes or not self._core.arena.slots:
             return None
-        memory = await self._filler.lend(nbytes)
+        self._lending += 1
+        try:
+            memory = await self._filler.lend(nbytes)
+        finally:
+            self._done_lending()
+        self._check()
         if memory is None:
             self._core.fallbacks[ARENA_FULL if self._core.arena.fits(nbytes) else LARGER_THAN_ARENA] += 1
         return memory
@@ -449,10 +460,8 @@ class Sender(Endpoint):
         found = lender.find(address_of(lent), 1) if lender is not None else None
         pause = _FIRST_LOOK
         with self._explained(lambda: f"channel {self._name!r}: spans held by rank: {self._spans_held()}"):
-            while found is not None:
-                self._core.arena.reap()
-                if found[0].idle:
-                    return
+            # What sends have not looked into yet may be of this memory, too.
+            while found is not None and (self._unplanned or self._core.arena.is_out(found[0])):
                 # Readers say by a store that they are done, and wake nobody.
                 await asyncio.sleep(pause)
                 self._check()
@@ -470,23 +479,39 @@ class Sender(Endpoint):
             ClosedError, ReaderLostError, WrongContextError: As :meth:`send`.
         """
         self._check()
-        return await self._filler.trim()
+        self._lending += 1
+        try:
+            return await self._filler.trim(self._check)
+        finally:
+            self._done_lending()
+
+    def _done_lending(self) -> None:
+        self._lending -= 1
+        if not self._lending:
+            self._notify()  # aclose waits for this
 
     async def _send_in_turn(self, plan: Plan | None, obj: object = None) -> None:
         """Send a plan; without one, give others a turn first and plan ``obj`` then."""
         turn = Turn(self._turns)
         placed: PlacedMessage | None = None
+        lent: list[Loan] = []
         try:
             if plan is None:
-                await self._breathe()
-                plan = as_plan(self._encoder.encode(obj))
+                self._unplanned += 1
+                try:
+                    await self._breathe()
+                    plan = as_plan(self._encoder.encode(obj))
+                finally:
+                    self._unplanned -= 1
                 del obj
+            lent = self._filler.hold(plan)
             if self._core.awaited:
                 with self._explained(self._describe_awaited):
                     await self._until_ready()
             placed = self._filler.place(plan)
             if placed.spans:
                 placed = await self._filler.back(plan, placed)
+                self._check()
                 await self._filler.fill_spans(plan, placed)
             while not turn.first:
                 await turn.wait()
@@ -502,6 +527,8 @@ class Sender(Endpoint):
                 self._core.unplace(placed)
             if plan is not None:
                 plan.clear()
+            for loan in lent:
+                loan.pending -= 1
             turn.leave()
             if not self._turns:
                 self._notify()  # aclose waits for this

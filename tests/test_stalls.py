@@ -183,6 +183,17 @@ def test_the_sleep_of_our_own_process_does_not_count(clock: Clock) -> None:
     assert scene.evicted == [0, 1]
 
 
+def test_nor_does_it_where_a_send_looks_before_the_next_tick(clock: Clock) -> None:
+    scene = Scene(clock, evict_after=1)
+    scene.fill()
+    scene.need()
+    clock.now += 5
+    scene.need()
+    assert scene.evicted == []
+    scene.wait(2)
+    assert scene.evicted == [0, 1]
+
+
 def test_a_wait_for_seats_does_not_end_another(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Two calls wait for the first reader, and one of them gives up."""
     scene = Scene(clock, stall_after=10, evict_after=1, join=False)

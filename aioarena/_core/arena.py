@@ -80,9 +80,11 @@ class Loan:
         slot: First slot.
         slots: Number of slots.
         nbytes: Bytes that were asked for.
+        pending: Sends under way of objects with its memory in them.
+        uses: Spans over it that are claimed or published, as last noticed.
     """
 
-    __slots__ = ("_most", "dropped", "nbytes", "slot", "slots", "words")
+    __slots__ = ("_most", "dropped", "nbytes", "pending", "slot", "slots", "uses", "words")
 
     def __init__(self, slot: int, slots: int, nbytes: int) -> None:
         self.slot = slot
@@ -91,6 +93,8 @@ class Loan:
         self._most = min(slots, _MOST_USES)
         self.words = list(range(slot + self._most - 1, slot - 1, -1))  # slots whose done words no use has borrowed
         self.dropped = False
+        self.pending = 0
+        self.uses: list[Span] = []
 
     @property
     def idle(self) -> bool:
@@ -243,6 +247,7 @@ class Arena:
             self._allocator.give(span.slot, span.slots)
         else:
             loan.words.append(span.slot)
+            loan.uses.remove(span)
             if loan.dropped and loan.idle:
                 self._allocator.give(loan.slot, loan.slots)
 
@@ -260,7 +265,21 @@ class Arena:
                 return None
         self._generation += 1
         self._claimed += 1
-        return Span(loan.words.pop(), 0, nbytes, self._generation, loan)
+        span = Span(loan.words.pop(), 0, nbytes, self._generation, loan)
+        loan.uses.append(span)
+        return span
+
+    def is_out(self, loan: Loan) -> bool:
+        """Whether a send under way or a reader still needs the memory of a loan, as of now."""
+        if loan.pending or any(span.holders is None or self._is_held(span) for span in loan.uses):
+            return True
+        # The done words just read, before the bytes whose overwriting they allow.
+        self._order()
+        return False
+
+    def _is_held(self, span: Span) -> bool:
+        word = self._done + span.slot * self._readers
+        return any(not holder.dead and self._words[word + holder.rank] != span.generation for holder in span.holders or ())
 
     def free_runs(self) -> list[tuple[int, int]]:
         """Runs of slots that nobody uses, as (first slot, slots), in order."""

@@ -212,6 +212,11 @@ class Segment:
             sealed=self._path is None,
         )
 
+    @property
+    def has_quota(self) -> bool:
+        """Whether memory has to be reserved before it is touched: in /dev/shm, not in a memfd."""
+        return self._path is not None
+
     def needs_reserve(self, end: int) -> bool:
         """Whether bytes below ``end`` have no memory behind them for certain. Never for memfd, which has no quota."""
         return self._path is not None and end > self._reserved

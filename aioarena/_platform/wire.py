@@ -323,6 +323,7 @@ class ReceiverWire(_Wire):
 
     def __init__(self, path: str, nonce: bytes, rank: int, incarnation: int) -> None:
         super().__init__(zmq.XSUB)
+        self._path = path
         self._nonce = nonce
         self._rank = rank
         self._incarnation = incarnation
@@ -368,7 +369,8 @@ class ReceiverWire(_Wire):
         if self._left or self._socket is None or self._pid != os.getpid():
             return
         self.drain()
-        if self.connected and not self.disconnected:
+        # The monitor may not have told of a connection that stands, and over which the join goes out at this very moment.
+        if (self.connected or os.path.exists(self._path)) and not self.disconnected:
             self._left = True
             self.socket.send(_LEAVE.pack(b"L", self._nonce, self._rank, self._incarnation))
             self.socket.setsockopt(zmq.LINGER, _LEAVE_MS)

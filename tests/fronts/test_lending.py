@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from aioarena import ArenaConfig, ClosedError
+from aioarena import ArenaConfig, ClosedError, Receiver, Sender
 from aioarena._core.arena import _MOST_USES
-from tests.conftest import ARENA, PATIENCE, Channel, OpenChannel
+from tests.conftest import ARENA, PATIENCE, RING_BYTES, Channel, OpenChannel
 from tests.fronts.support import cancelled, fill_ring, filled, in_arena, no_collector, shows, turns
 
 MIB = 1 << 20
@@ -60,6 +60,9 @@ async def test_shape_and_dtype_as_torch_takes_them(open_channel: OpenChannel) ->
         like = await chan.empty_like(torch.zeros(4, 5, 1000, dtype=torch.float16).transpose(0, 2))
         assert (like.shape, like.dtype, like.is_contiguous()) == ((1000, 5, 4), torch.float16, True)
         assert (await chan.empty_like(like, torch.float32)).dtype is torch.float32
+        small_arrays = await chan.empty_array((10, 2000), np.dtype(("f4", (3,))))
+        assert (small_arrays.shape, small_arrays.dtype) == ((10, 2000, 3), np.float32)
+        await chan.reclaim(torch.eye(3).to_sparse())
         array = await chan.empty_array((100, 1000), np.int16)
         assert (array.shape, array.dtype, array.flags.c_contiguous, array.flags.writeable) == (
             (100, 1000),
@@ -362,6 +365,51 @@ async def test_reclaim_waits_for_all_readers_and_messages(open_channel: OpenChan
         tensor.fill_(2)
         await channel.sender.send(tensor)
         assert shows(await channel.receivers[0].recv(), 2)
+
+
+@pytest.mark.parametrize("waits_for", ["readers", "a breath", "frame budget"])
+async def test_reclaim_waits_for_sends_under_way(waits_for: str) -> None:
+    """However far they have come: they read the memory when they come to it."""
+    readers: list[Receiver] = []
+    # A slot is 1 MiB, so that only one message can be under way with it; the next are copied.
+    async with Sender(1, arena=ARENA, ring_bytes=RING_BYTES, frame_budget=MIB) as sender:
+        if waits_for != "readers":
+            readers.append(Receiver(sender.handle, 0))
+            await readers[0].start()
+        tensor = await sender.empty(MIB, torch.uint8)
+        tensor.fill_(1)
+        sends = []
+        if waits_for == "frame budget":
+            fillers = [await sender.empty(MIB, torch.uint8) for _ in range(ARENA.slots - 1)]
+            for _ in range(2):
+                await sender.send(tensor)
+            sends.append(asyncio.create_task(sender.send(tensor)))
+            await turns(5)
+            del fillers
+        elif waits_for == "a breath":
+            sender._credit = 0
+            sends.append(asyncio.create_task(sender.send(tensor)))
+            await turns(1)
+        else:
+            sends.append(asyncio.create_task(sender.send(tensor)))
+            await turns(3)
+        assert not sends[0].done()
+        count = 3 if waits_for == "frame budget" else 1
+        reclaiming = asyncio.create_task(sender.reclaim(tensor))
+        reclaiming.add_done_callback(lambda _: tensor.fill_(9))
+        await turns(3)
+        assert not reclaiming.done()
+        if waits_for == "readers":
+            readers.append(Receiver(sender.handle, 0))
+            await readers[0].start()
+        async with asyncio.timeout(PATIENCE):
+            for _ in range(count):
+                received = await readers[0].recv()
+                assert shows(received, 1)
+                del received
+            await reclaiming
+            await asyncio.gather(*sends)
+        await readers[0].aclose()
 
 
 async def test_a_reclaim_that_timed_out_says_who_holds_it(open_channel: OpenChannel) -> None:

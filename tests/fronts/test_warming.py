@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from aioarena import ArenaConfig, ClosedError, Receiver, Sender
-from aioarena._copying import CopyJob
 from aioarena._platform import memory
 from aioarena._platform.memory import Mapping, Segment
+from aioarena._warming import Prefault
 from tests.conftest import PATIENCE, RING_BYTES, Channel, OpenChannel
 from tests.fronts.support import filled, shows, turns, until
 
@@ -45,6 +45,26 @@ async def test_the_start_of_the_arena_is_populated(open_channel: OpenChannel, ba
         assert shows(await channel.receiver.recv(), 3)
 
 
+async def test_without_a_thread_it_is_only_slower(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "aioarena-prefault":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with caplog.at_level(logging.WARNING, "aioarena"):
+        async with open_channel(arena=ArenaConfig(**SLOTS, prefault=MIB)) as channel:
+            await channel.sender.send(filled(3))
+            assert shows(await channel.receiver.recv(), 3)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert all(line.endswith("stopped populating the arena after 0 bytes: can't start new thread") for line in lines)
+
+
 async def test_nothing_is_populated_by_default(open_channel: OpenChannel) -> None:
     async with open_channel(arena=ArenaConfig(**SLOTS)) as channel:
         assert in_memory(channel) == 0
@@ -62,14 +82,15 @@ async def test_closing_ends_it(open_channel: OpenChannel, monkeypatch: pytest.Mo
         began.set()
         assert go_on.wait(PATIENCE)
 
-    abort = CopyJob.abort
+    close = Prefault.close
 
-    def abort_and_go_on(self: CopyJob) -> None:
-        abort(self)
+    def go_on_and_close(self: Prefault) -> None:
+        self._stopped = True
         go_on.set()
+        close(self)
 
     monkeypatch.setattr(Mapping, "populate", hold)
-    monkeypatch.setattr(CopyJob, "abort", abort_and_go_on)
+    monkeypatch.setattr(Prefault, "close", go_on_and_close)
     async with Sender(1, arena=ArenaConfig(**SLOTS, prefault=32 * MIB), ring_bytes=RING_BYTES):
         assert began.wait(PATIENCE)
     assert steps == [True]
@@ -120,14 +141,17 @@ async def test_trim_gives_back_what_nobody_uses(open_channel: OpenChannel, backi
         del kept[0], kept[1]
         before = in_memory(channel)
         assert before == 16 * MIB
-        assert await chan.trim() == 2 * MIB
-        assert in_memory(channel) == before - 2 * MIB
+        # In /dev/shm only what is behind everything in use.
+        gaps = 0 if backing == "shm" else 2 * MIB
+        assert await chan.trim() == gaps
+        assert in_memory(channel) == before - gaps
         assert [shows(one, number) for one, number in zip(kept, (1, 3), strict=True)] == [True, True]
         assert (lent == 9).all()
         for _ in range(8):
             assert shows(await channel.receiver.recv(), 77)
         del lent
         assert await chan.trim() == 12 * MIB
+        assert chan._arena is not None and chan._arena.reserved == (4 * MIB if backing == "shm" else 0)
         for number in range(20):  # goes on as before
             await chan.send(filled(number))
             assert shows(await channel.receiver.recv(), number)
@@ -158,6 +182,58 @@ async def test_sends_go_on_during_a_trim(open_channel: OpenChannel, monkeypatch:
         async with asyncio.timeout(PATIENCE):
             await trimming
         assert [shows(one, number) for number, one in enumerate(kept)] == [True] * 10
+
+
+async def test_trims_take_turns(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends, or is cancelled, must not let readers pin while another is at work."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold(self: Segment, start: int, stop: int) -> None:
+        began.set()
+        assert go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(Segment, "give_back", hold)
+    async with open_channel(arena=ArenaConfig(**SLOTS)) as channel:
+        trims = [asyncio.create_task(channel.sender.trim()) for _ in range(3)]
+        await until(began.is_set)
+        trims[1].cancel()
+        await turns(3)
+        core = channel.receiver._core
+        assert core is not None
+        assert not core.may_pin()
+        go_on.set()
+        await asyncio.wait(trims)
+        assert (trims[0].result(), trims[1].cancelled(), trims[2].result()) == (0, True, 0)
+        assert core.may_pin()
+
+
+@pytest.mark.parametrize("call", ["trim", "empty"])
+async def test_closing_waits_for_what_is_under_way(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It ends soon, with the error that says so."""
+    began, go_on = threading.Event(), threading.Event()
+    method = "give_back" if call == "trim" else "reserve"
+    original = getattr(Segment, method)
+
+    def hold(self: Segment, *arguments: int) -> None:
+        began.set()
+        assert go_on.wait(PATIENCE)
+        original(self, *arguments)
+
+    async with open_channel(arena=ArenaConfig(**SLOTS), backing="shm") as channel:
+        monkeypatch.setattr(Segment, method, hold)
+        chan = channel.sender
+        task: asyncio.Task[Any] = asyncio.create_task(chan.trim() if call == "trim" else chan.empty(MIB))
+        await until(began.is_set)
+        closing = asyncio.create_task(chan.aclose())
+        await turns(5)
+        assert not closing.done()
+        go_on.set()
+        with pytest.raises(ClosedError):
+            await task
+        await closing
+        assert channel.sender._core.arena.used_slots == 0 or call == "empty"
 
 
 async def test_a_trim_that_is_cancelled_puts_its_piece_back(
