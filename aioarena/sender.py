@@ -474,6 +474,7 @@ class Sender(Endpoint):
 
         Returns:
             The bytes given back. 0 without an arena, and once a reader has pinned it: pinned memory cannot be given back.
+            With ``backing="shm"`` only what lies behind everything in use is.
 
         Raises:
             ClosedError, ReaderLostError, WrongContextError: As :meth:`send`.

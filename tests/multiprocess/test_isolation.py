@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 import aioarena
+from aioarena._core.layout import VERSION
 from tests.multiprocess import namespaces
 from tests.multiprocess.harness import PATIENCE, Farm, Worker, eventually_async, timed
 from tests.multiprocess.messages import CHANNEL, message, numbered
@@ -305,9 +306,9 @@ def test_a_handle_of_another_version_does_not_unpickle(farm: Farm) -> None:
     """Refused by name wherever it arrives, whatever else another version has changed; expected and found are attributes."""
     handle = aioarena.Sender(1, arena=None).handle
     assert pickle.loads(pickle.dumps(handle)) == handle
-    with pytest.raises(aioarena.HandleError, match="layout version 99, this is 1") as caught:
+    with pytest.raises(aioarena.HandleError, match=f"layout version 99, this is {VERSION}") as caught:
         pickle.loads(pickle.dumps(dataclasses.replace(handle, version=99)))
-    assert (caught.value.expected, caught.value.found) == (1, 99)
+    assert (caught.value.expected, caught.value.found) == (VERSION, 99)
 
 
 @pytest.mark.parametrize("reuse", ["socket", "pipe", "file", "another channel", "nothing"])
