@@ -619,6 +619,7 @@ class Sender(Endpoint):
         if self._fault in (None, Sender._lost):
             assert self._members is not None
             self._fault = Sender._lost if self._on_reader_lost == "raise" and self._members.lost else None
+        self._drain_later()  # readers may have been told, and not only from where the wire is drained anyway
         self._notify_all()
 
     def _lost(self) -> ArenaError:
@@ -638,7 +639,6 @@ class Sender(Endpoint):
         if self._waiters:
             self._notify()  # in case a wake-up was lost
         self._stalls.tick()
-        self._drain_later()  # an eviction sends
         self._report_foreign()
 
     def _report_foreign(self) -> None:

@@ -388,8 +388,7 @@ async def test_reclaim_waits_for_sends_under_way(waits_for: str) -> None:
             del fillers
         elif waits_for == "a breath":
             sender._credit = 0
-            sends.append(asyncio.create_task(sender.send(tensor)))
-            await turns(1)
+            sends.append(asyncio.create_task(sender.send(tensor)))  # and the reclaim in the same turn
         else:
             sends.append(asyncio.create_task(sender.send(tensor)))
             await turns(3)
