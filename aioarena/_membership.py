@@ -295,8 +295,13 @@ class Members:
         self._changed()
         return member
 
+    @property
+    def pressing(self) -> bool:
+        """Whether somebody's fate is to be decided by time."""
+        return bool(self._suspects)
+
     def tick(self) -> None:
-        """Housekeeping, about once a second."""
+        """Decide what time decides, and tidy up."""
         self._give_up_suspects()
         if self._departed:
             for member in [m for m in self._departed if not self._core.arena.held_by(m.holder)]:

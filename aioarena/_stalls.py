@@ -81,12 +81,19 @@ class Stalls:
 
     # What time does ---------------------------------------------------------------------------------------------------
 
+    @property
+    def running(self) -> bool:
+        """Whether a clock runs, so that :meth:`tick` has to be called about every second."""
+        return self._needed is not None or bool(self._blocking) or self._waiting_for_seats > 0
+
     def tick(self) -> None:
-        """Warn and evict, about once a second."""
+        """Warn and evict."""
         now = self._now()
         self._ticked = now
         if self._needed is not None:
             self._look(now)
+        else:
+            self._blocking = {rank: clock for rank, clock in self._blocking.items() if self._holds(rank, clock)}
         if self._waiting_for_seats:
             self._look_for_seats(now)
 
@@ -141,14 +148,16 @@ class Stalls:
                 "channel %r: a send has waited %.0f s: %s", self._name, now - self._absent.since, self.describe_absent()
             )
 
+    def _holds(self, rank: int, clock: _Clock) -> bool:
+        """Whether a reader is still where it was when its clock started."""
+        return self._core.members[rank] is Membership.JOINED and self._core.ring.tail(rank) == clock.tail
+
     # What it says -----------------------------------------------------------------------------------------------------
 
     def waited_for(self, rank: int) -> float:
         """Seconds since a send first needed room that this reader still withholds; 0 if it moved since."""
         clock = self._blocking.get(rank)
-        if clock is None or self._core.members[rank] is not Membership.JOINED or self._core.ring.tail(rank) != clock.tail:
-            return 0.0
-        return time.monotonic() - clock.since
+        return time.monotonic() - clock.since if clock is not None and self._holds(rank, clock) else 0.0
 
     def describe_absent(self) -> str:
         """Whom the first message waits for."""

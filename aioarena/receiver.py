@@ -24,6 +24,7 @@ from aioarena._copying import CopyPool
 from aioarena._core.layout import VERSION
 from aioarena._core.receiver import Fate, IncomingMessage, ReceiverCore
 from aioarena._core.record import INLINE
+from aioarena._core.words import FENCES
 from aioarena._gpu import GpuSide
 from aioarena._platform import accelerator, memory, process
 from aioarena._platform.memory import Pin
@@ -220,7 +221,7 @@ class Receiver(Endpoint):
         self._watch(self._wire.monitor_fd, self._on_wire)
         if self._sender_pidfd is not None:
             self._watch(self._sender_pidfd, self._on_sender_death)
-        self._start_ticking()
+        self._tick_after(1)
 
     def _map(self, ref: memory.SegmentRef) -> memory.Mapping:
         try:
@@ -602,14 +603,20 @@ class Receiver(Endpoint):
         self._hung_up = True
         self._notify()
 
+    def _pressing(self) -> bool:
+        # A sender that closes before it has started tells nobody.
+        return self._state is State.STARTING or (bool(self._waiters) and not FENCES)
+
     def _tick(self) -> None:
         if self._state is State.STARTING and time.monotonic() - self._asked >= self._ask_again:
             self._ask_again *= 2
             logger.warning("%s, since %.0f s", self._describe_admission(), time.monotonic() - self._asked)
-        # In case a wake-up was lost, and for frames of a dead sender that will not come.
-        if self._waiters:
+        if self._waiters and self._core is not None:
             self._on_wire()
-            self._notify()
+            # In case a wake-up was lost, and for frames of a dead sender that will not come. Whoever would only park again
+            # sleeps on.
+            if self._state is not State.OPEN or self._core.take() is not None or self._core.fate() is not Fate.OPEN:
+                self._notify()
 
     def _sender_gone(self) -> SenderLostError:
         received = self._core.ring.received if self._core is not None else 0

@@ -202,7 +202,7 @@ class Sender(Endpoint):
             )
             self._stalls = Stalls(self._name, self._core, self._members, self._stall_after, self._evict_after)
             self._watch(self._wire.fd, self._on_wire)
-            self._start_ticking()
+            self._tick_after(1)
             self._filler.start_prefault(self.handle.prefault)
         except BaseException:
             self._state = State.CLOSED
@@ -375,6 +375,7 @@ class Sender(Endpoint):
                 assert self._stalls is not None
                 self._stalls.need(tail)
                 self._stalls.need_no_more()
+                self._tick_soon()  # its clock runs on
                 raise WouldBlock(f"channel {self._name!r}: no room: {self._describe_slowest()}")
             placed = self._filler.back_now(plan, placed)
             frames = self._filler.fill_now(plan, placed)
@@ -608,6 +609,8 @@ class Sender(Endpoint):
                 self._notify()
             else:
                 self._members.handle(event)
+        if self._pressing():
+            self._tick_soon()
         self._drain_later()
 
     def _membership_changed(self) -> None:
@@ -632,6 +635,10 @@ class Sender(Endpoint):
         self._notify()
         for turn in self._turns:
             turn.notify()
+
+    def _pressing(self) -> bool:
+        assert self._members is not None and self._stalls is not None and self._wire is not None
+        return self._stalls.running or self._members.pressing or self._wire.foreign != self._foreign_reported
 
     def _tick(self) -> None:
         assert self._members is not None and self._stalls is not None

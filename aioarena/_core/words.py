@@ -63,6 +63,10 @@ fence, _kind = _load_fence()
 order: Callable[[], None] = _no_op if platform.machine() in ("x86_64", "AMD64") else fence
 
 
+# Whether the memory model says that no wake-up is lost. Where it does not, whoever is parked has to look now and then.
+FENCES = _kind == "libatomic" or order is _no_op
+
+
 def fence_kind() -> str:
     """Which fence is in use: ``"libatomic"``, or ``"lock"`` where libatomic.so.1 is not installed."""
     return _kind

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aioarena._platform.wire import ReceiverWire, SenderWire, _Wire
+from aioarena.exceptions import ReaderLostError, WouldBlock
 from tests.conftest import PATIENCE, OpenChannel
 from tests.fronts.support import fill_ring, filled, parked, shows, turns, until
 
@@ -204,3 +205,105 @@ async def test_bursts_and_silence(open_channel: OpenChannel, busy: bool) -> None
         for task in tasks:
             task.cancel()
             await asyncio.wait([task])
+
+
+# Looks become rare where nothing happens, and frequent where something begins that only they see -------------------------
+
+
+@pytest.fixture
+def _looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioarena._asyncio.TICK", 0.002)
+
+
+@pytest.mark.usefixtures("_looks_soon")
+async def test_an_idle_channel_looks_ever_less_often(open_channel: OpenChannel) -> None:
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        sender, receiver = channel.sender, channel.receiver
+        receiving = asyncio.create_task(receiver.recv())
+        await until(lambda: sender._tick_pause == receiver._tick_pause == 32)
+        parks = receiver.statistics().parks
+        receiver._tick()
+        await turns(3)
+        assert receiver.statistics().parks == parks  # it was not even woken
+        await sender.send("here")
+        assert await receiving == "here"
+
+
+async def test_whoever_begins_to_wait_is_looked_after_soon(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a long silence, too: what a lost wake-up costs does not depend on what was before."""
+    monkeypatch.setattr("aioarena._asyncio.TICK", 0.002)
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        sender, receiver = channel.sender, channel.receiver
+        await until(lambda: sender._tick_pause == receiver._tick_pause == 32)
+        monkeypatch.setattr("aioarena._asyncio.TICK", 1000.0)
+        receiving = asyncio.create_task(receiver.recv())
+        await parked(receiver)
+        assert receiver._tick_pause == 1
+        count = 1 + fill_ring(sender)
+        sending = asyncio.create_task(sender.send(b"y" * 4000))
+        await until(lambda: sender.statistics().waits)
+        assert sender._tick_pause == 1
+        for _ in range(count - 1):
+            await receiver.recv()
+        await asyncio.gather(sending, receiving)
+
+
+@pytest.mark.usefixtures("_looks_soon")
+async def test_a_send_that_would_block_starts_a_clock_that_is_looked_after(open_channel: OpenChannel) -> None:
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        sender = channel.sender
+        await until(lambda: sender._tick_pause == 32)
+        count = fill_ring(sender)
+        with pytest.raises(WouldBlock):
+            sender.send_nowait(b"y" * 4000)
+        assert sender._tick_pause == 1
+        await until(lambda: sender.statistics().readers[0].waited_for > 0.02)
+        assert sender._tick_pause == 1  # for as long as the reader does not move
+        for _ in range(count):
+            await channel.receiver.recv()
+        await until(lambda: sender._tick_pause == 32)
+
+
+@pytest.mark.usefixtures("_looks_soon")
+async def test_a_reader_that_lost_its_connection_is_looked_after(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioarena._membership._DYING_SECONDS", 0.05)
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        sender, receiver = channel.sender, channel.receiver
+        await until(lambda: sender._tick_pause == 32)
+        receiver._wire.socket.disconnect(f"ipc://{receiver._wire._path}")  # type: ignore[union-attr]
+        await until(lambda: sender._tick_pause == 1)
+        await until(lambda: sender.statistics().readers[0].state == "lost")
+        with pytest.raises(ReaderLostError):
+            await sender.send("lost")
+
+
+async def test_strangers_are_reported_a_second_later(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("aioarena._asyncio.TICK", 0.002)
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        sender = channel.sender
+        await until(lambda: sender._tick_pause == 32)
+        channel.receiver._wire.socket.send(b"Wrong")  # type: ignore[union-attr]
+        await until(lambda: sender._tick_pause == 1)
+        await until(lambda: "ignored 1 messages" in caplog.text)
+        await until(lambda: sender._tick_pause == 32)
+
+
+async def test_without_a_fence_a_parked_reader_keeps_looking(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the memory model lets a wake-up be lost, a lost one costs a second at any time."""
+    monkeypatch.setattr("aioarena._asyncio.TICK", 0.002)
+    monkeypatch.setattr("aioarena.receiver.FENCES", False)
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        receiving = asyncio.create_task(channel.receiver.recv())
+        await until(lambda: channel.sender._tick_pause == 32)
+        assert channel.receiver._tick_pause == 1
+        await channel.sender.send("here")
+        assert await receiving == "here"
+        await until(lambda: channel.receiver._tick_pause == 32)
