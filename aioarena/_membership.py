@@ -13,11 +13,12 @@ import os
 import select
 import time
 from asyncio import TimerHandle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aioarena._core.arena import Holder
 from aioarena._core.layout import VERSION
 from aioarena._core.sender import Membership, SenderCore
+from aioarena._platform.bell import NO_BELL, BellRope
 from aioarena._platform.process import describe_state, exit_signal
 from aioarena._platform.wire import Disconnect, Join, Leave, SenderWire
 from aioarena.exceptions import ReaderLostError
@@ -44,14 +45,16 @@ class Member:
         identity: The process.
         holder: What it holds of the arena.
         pidfd: Readable once it is dead; None in another pid namespace, or once it is closed.
+        rope: Rings its bell; None if it has none, or once it is closed.
     """
 
-    def __init__(self, join: Join, holder: Holder, pidfd: int | None) -> None:
+    def __init__(self, join: Join, holder: Holder, pidfd: int | None, rope: BellRope | None) -> None:
         self.rank = join.rank
         self.incarnation = join.incarnation
         self.identity = join.identity
         self.holder = holder
         self.pidfd = pidfd
+        self.rope = rope
 
     def is_dead(self) -> bool:
         """Whether the process is dead by now."""
@@ -174,7 +177,8 @@ class Members:
             )
             return
         self._stop_contending(join.incarnation)
-        member = Member(join, core.join(join.rank, join.incarnation), pidfd)
+        rope = self._open_bell(join) if pidfd is not None else None
+        member = Member(join, core.join(join.rank, join.incarnation), pidfd, rope)
         self.by_rank[join.rank] = member
         self.lost.pop(join.rank, None)
         if pidfd is not None:
@@ -182,6 +186,30 @@ class Members:
         logger.debug("channel %r: %s joined", self._name, member.describe())
         self._wire.wake()
         self._changed()
+
+    def _open_bell(self, join: Join) -> BellRope | None:
+        if join.bell == NO_BELL:
+            return None
+        try:
+            return BellRope(join.identity.pid, join.bell)
+        except OSError as error:
+            logger.warning(
+                "channel %r: reader %d (pid %d) is woken over ZMQ, since its pipe cannot be opened: %s",
+                self._name,
+                join.rank,
+                join.identity.pid,
+                error.strerror or error,
+            )
+            return None
+
+    def ring(self, ranks: Sequence[int]) -> bool:
+        """Ring the bells of these readers; False, and nothing rung, if one has none."""
+        ropes = [self.by_rank[rank].rope for rank in ranks]
+        if None in ropes:
+            return False
+        for rope in ropes:
+            rope.ring()  # type: ignore[union-attr]
+        return True
 
     def _contend(self, join: Join) -> None:
         """Wait a moment for a rank that is taken."""
@@ -258,7 +286,7 @@ class Members:
     def _died(self, member: Member) -> None:
         """A process is proven dead: everything it held is free."""
         signal = exit_signal(member.pidfd) if member.pidfd is not None else None
-        self._close_pidfd(member)
+        self._close_descriptors(member)
         self._suspects.pop(member, None)
         member.holder.dead = True
         if self.by_rank.get(member.rank) is member:
@@ -283,7 +311,7 @@ class Members:
     def _depart(self, member: Member) -> None:
         """A process gave up its rank alive: watch it for as long as it holds spans."""
         if not self._core.arena.held_by(member.holder):
-            self._close_pidfd(member)
+            self._close_descriptors(member)
         else:
             self._departed.append(member)
 
@@ -306,7 +334,7 @@ class Members:
         if self._departed:
             for member in [m for m in self._departed if not self._core.arena.held_by(m.holder)]:
                 self._departed.remove(member)
-                self._close_pidfd(member)
+                self._close_descriptors(member)
 
     def describe_behind(self, rank: int) -> str:
         """One reader that holds the sender up, for logs: who, in what state, how far behind, what it holds."""
@@ -327,7 +355,10 @@ class Members:
         """The rank that is furthest behind, None without readers."""
         return max(self._core.seated, key=lambda rank: self._core.lag(rank)[1], default=None)
 
-    def _close_pidfd(self, member: Member) -> None:
+    def _close_descriptors(self, member: Member) -> None:
+        if member.rope is not None:
+            member.rope.close()
+            member.rope = None
         if member.pidfd is not None:
             self._unwatch(member.pidfd)
             with contextlib.suppress(OSError):
@@ -338,7 +369,7 @@ class Members:
         for incarnation in list(self._contending):
             self._stop_contending(incarnation)
         for member in {*self.by_rank.values(), *self._departed}:
-            self._close_pidfd(member)
+            self._close_descriptors(member)
         # They belong to the sender that owns us: kept, they would keep it until the collector finds the cycle.
         self._watch = self._changed = self._unwatch = _ignore
 

@@ -93,6 +93,7 @@ class Handle:
     arena: SegmentRef | None = field(repr=False)
     address: str = field(repr=False)
     prefault: int = field(default=0, repr=False)
+    wake: str = field(default="zmq", repr=False)
     version: int = field(default=VERSION, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 import traceback
@@ -27,6 +28,7 @@ from aioarena._core.record import INLINE
 from aioarena._core.words import FENCES
 from aioarena._gpu import GpuSide
 from aioarena._platform import accelerator, memory, process
+from aioarena._platform.bell import NO_BELL, Bell
 from aioarena._platform.memory import Pin
 from aioarena._platform.process import ProcessIdentity
 from aioarena._platform.wire import ReceiverWire
@@ -105,6 +107,7 @@ class Receiver(Endpoint):
         self._accelerator = accelerator.current()
         self._core: ReceiverCore | None = None
         self._wire: ReceiverWire | None = None
+        self._bell: Bell | None = None
         self._ledger: SpanLedger | None = None
         self._sender_pidfd: int | None = None
         self._sender_dead = False
@@ -209,6 +212,8 @@ class Receiver(Endpoint):
             )
             if handle.prefault:
                 self._prefault = Prefault(self._label, arena, handle.prefault)
+        if handle.wake == "pipe" and handle.sender.visible:
+            self._bell = Bell()
         self._wire = ReceiverWire(handle.address, handle.nonce, self.rank, incarnation)
         self._assembler = Assembler(
             self._wire,
@@ -217,7 +222,7 @@ class Receiver(Endpoint):
             self._pool,
             viewed=self._gpu.pin_if_useful if self._gpu is not None else lambda: None,
         )
-        self._watch(self._wire.fd, self._on_wire)
+        self._watch(self._wire.fd, self._on_messages)
         self._watch(self._wire.monitor_fd, self._on_wire)
         if self._sender_pidfd is not None:
             self._watch(self._sender_pidfd, self._on_sender_death)
@@ -242,7 +247,7 @@ class Receiver(Endpoint):
     async def _join(self) -> None:
         core, wire = self._core, self._wire
         assert core is not None and wire is not None
-        wire.join(ProcessIdentity.current())
+        wire.join(ProcessIdentity.current(), self._bell.ref if self._bell is not None else NO_BELL)
         self._on_wire()
         self._asked = time.monotonic()
         self._ask_again = _WARN_AFTER
@@ -258,6 +263,8 @@ class Receiver(Endpoint):
                 if self._state is not State.STARTING:
                     raise self._closed()
         core.start()
+        if self._bell is not None:
+            self._watch(self._bell.fd, self._on_bell)
 
     async def aclose(self) -> None:
         """Leave the channel. What was not received is skipped; tensors already received stay valid.
@@ -321,6 +328,8 @@ class Receiver(Endpoint):
             self._last_words.cancel()
         if self._wire is not None:
             self._wire.close()
+        if self._bell is not None:
+            self._bell.close()
         if self._sender_pidfd is not None:
             memory.close_quietly(self._sender_pidfd)
             self._sender_pidfd = None
@@ -448,6 +457,8 @@ class Receiver(Endpoint):
             deadline = time.monotonic() + self._spin
             while time.monotonic() < deadline:
                 await asyncio.sleep(0)
+                # Where there are more processes than cores, what we look for may need this one.
+                os.sched_yield()
                 if self._fault is not None or core.take() is not None or core.fate() is not Fate.OPEN:
                     return
         self._parks += 1
@@ -570,6 +581,10 @@ class Receiver(Endpoint):
 
     # Events -------------------------------------------------------------------------------------------------------
 
+    def _on_messages(self) -> None:
+        if self._wire is not None and self._state is not State.CLOSED and self._wire.drain_messages():
+            self._notify()
+
     def _on_wire(self) -> None:
         if self._wire is None or self._state is State.CLOSED:
             return
@@ -580,6 +595,11 @@ class Receiver(Endpoint):
                 # It closed, or gave us up, or lost its Sender while its process lives: the first two it says itself.
                 self._hear_last_words()
             self._notify()
+
+    def _on_bell(self) -> None:
+        assert self._bell is not None
+        self._bell.silence()
+        self._notify()
 
     def _drain_later(self) -> None:
         if self._wire is not None and self._wire.readable():

@@ -61,25 +61,40 @@ class _ArenaRead(ReadEnd):
 class Arena(Alternative):
     name = "aioarena"
     ours = True
-    config: ClassVar[aioarena.ArenaConfig | None] = aioarena.ArenaConfig()
+    options: ClassVar[dict[str, Any]] = {}
+    reader_options: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     async def sender(cls, setting: Setting) -> SendEnd:
-        channel = aioarena.Sender(setting.readers, name="bench-compare", arena=cls.config)
+        channel = aioarena.Sender(setting.readers, name="bench-compare", **cls.options)
         await channel.start()
         return _ArenaSend(channel)
 
     @classmethod
     async def reader(cls, setting: Setting, handle: Any, rank: int) -> ReadEnd:
-        channel = aioarena.Receiver(handle, rank)
+        channel = aioarena.Receiver(handle, rank, **cls.reader_options)
         await channel.start()
         return _ArenaRead(channel)
+
+
+class ArenaSpin(Arena):
+    name = "aioarena, spin"
+    about = "Receiver(spin=0.01): a reader looks at the ring for 10 ms, letting other tasks run, before it parks."
+    scenarios = frozenset({"small", "burst"})
+    reader_options: ClassVar[dict[str, Any]] = {"spin": 0.01}
 
 
 class ArenaOff(Arena):
     name = "aioarena, arena off"
     about = "Sender(arena=None): large buffers travel as ZMQ frames."
-    config = None
+    options: ClassVar[dict[str, Any]] = {"arena": None}
+
+
+class ArenaPipe(Arena):
+    name = "aioarena, pipe"
+    about = 'Sender(wake="pipe"): a parked reader is woken by a byte in a pipe.'
+    scenarios = frozenset({"small", "burst", "idle"})
+    options: ClassVar[dict[str, Any]] = {"wake": "pipe"}
 
 
 # ZMQ --------------------------------------------------------------------------------------------------------------

@@ -236,6 +236,8 @@ class Vllm(Alternative):
     about = "vLLM's MessageQueue, all readers local, enqueue() and dequeue() in a thread."
     modules = ("vllm.distributed.device_communicators.shm_broadcast",)
     options: ClassVar[dict[str, Any]] = {}
+    send_end: ClassVar[type[_VllmSend]] = _VllmSend
+    read_end: ClassVar[type[_VllmRead]] = _VllmRead
 
     @classmethod
     def missing(cls) -> str | None:
@@ -250,13 +252,32 @@ class Vllm(Alternative):
         queue = _message_queue()
         if unknown := set(cls.options) - set(inspect.signature(queue.__init__).parameters):
             raise NotPossibleError(f"this vllm has no {', '.join(unknown)}")
-        return _VllmSend(queue(setting.readers, setting.readers, **cls.options))
+        return cls.send_end(queue(setting.readers, setting.readers, **cls.options))
 
     @classmethod
     async def reader(cls, setting: Setting, handle: Any, rank: int) -> ReadEnd:
         queue = _message_queue().create_from_handle(pickle.loads(handle), rank)
         await asyncio.get_running_loop().run_in_executor(None, queue.wait_until_ready)
-        return _VllmRead(queue)
+        return cls.read_end(queue)
+
+
+class _VllmBlockingSend(_VllmSend):
+    async def send(self, message: Message) -> None:
+        self._queue.enqueue(message)
+
+
+class _VllmBlockingRead(_VllmRead):
+    async def recv(self) -> Message:
+        message: Message = self._dequeue()
+        return message
+
+
+class VllmBlocking(Vllm):
+    name = "vllm, blocking"
+    about = "The same without asyncio: enqueue() and dequeue() are called in the loop's thread, and hold it up."
+    scenarios = frozenset({"small", "burst"})
+    send_end: ClassVar[type[_VllmSend]] = _VllmBlockingSend
+    read_end: ClassVar[type[_VllmRead]] = _VllmBlockingRead
 
 
 class VllmArena(Vllm):

@@ -30,12 +30,15 @@ from aioarena._bench._workers import Team, Worker, WorkerError
 
 ALTERNATIVES: dict[str, type[Alternative]] = {
     "aioarena": _alternatives.Arena,
+    "pipe": _alternatives.ArenaPipe,
+    "spin": _alternatives.ArenaSpin,
     "arena-off": _alternatives.ArenaOff,
     "zmq": _alternatives.Zmq,
     "queue": _alternatives.Queue,
     "iceoryx2": _foreign.Iceoryx,
     "vllm": _foreign.Vllm,
     "vllm-arena": _foreign.VllmArena,
+    "vllm-blocking": _foreign.VllmBlocking,
     "floor": _alternatives.Floor,
     "floor-alone": _alternatives.FloorAlone,
 }

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 MAGIC = int.from_bytes(b"AIOARENA", "little")
 # Raised whenever this file, record.py or the messages of _platform/wire.py change meaning.
-VERSION = 2
+VERSION = 3
 
 MAGIC_WORD = 0
 VERSION_WORD = 1

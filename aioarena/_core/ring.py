@@ -67,6 +67,7 @@ class RingWriter:
         self._limit = self._capacity
         self._tails: list[int] = []  # word indices of the tails that hold the writer back
         self._parked: list[int] = []  # word indices of the parked words of the same readers
+        self._first_parked = layout.parked
         self._woken: dict[int, int] = {}  # parked word index -> number of the park already woken
 
     # Members ------------------------------------------------------------------------------------------------------
@@ -140,19 +141,20 @@ class RingWriter:
         words[HEAD] = self.head
         words[PUBLISHED] = self.published
 
-    def sleepers(self) -> bool:
-        """Whether a reader has parked that has not been woken since; to be asked after each publication."""
+    def sleepers(self) -> Sequence[int]:
+        """Ranks of the readers that have parked and were not woken since; to be asked after each publication."""
         # Head (stored by publish), fence, parked words. Without the fence the parked words may be read before the
         # head is visible: the reader parks in between, misses the record, and nobody wakes it.
         self._fence()
         words, woken = self._words, self._woken
-        found = False
+        found: list[int] | None = None
         for index in self._parked:
             park = words[index]
             if park and park != woken[index]:
                 woken[index] = park
-                found = True
-        return found
+                found = found or []
+                found.append(index - self._first_parked)
+        return found or ()
 
     def close(self) -> None:
         """Announce the clean end: no record follows the current head."""

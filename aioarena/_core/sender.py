@@ -326,8 +326,8 @@ class SenderCore:
         for reason in message.fallbacks:
             self.fallbacks[reason] += 1
 
-    def sleepers(self) -> bool:
-        """Whether a wake-up has to be sent after a publication."""
+    def sleepers(self) -> Sequence[int]:
+        """Ranks that have to be woken after a publication."""
         return self.ring.sleepers()
 
     def _settle_frames(self) -> None:

@@ -9,7 +9,7 @@ down       ``W``               look at the ring
 down       ``F`` incarnation,  parts of frame message ``number`` for that reader follow
            number
 down       ``I`` incarnation   refusal of that reader's join; the reason follows
-up         ``J`` ...           join: nonce, layout version, rank, incarnation, pid, start ticks, pid namespace
+up         ``J`` ...           join: nonce, layout version, rank, incarnation, pid, start ticks, pid namespace, bell
 up         ``L`` ...           leave: nonce, rank, incarnation
 up         ``W`` ...           the sender's wait is over: nonce, rank
 =========  ==================  =======================================================================
@@ -43,6 +43,7 @@ from zmq.utils.garbage import gc as zmq_collector
 from zmq.utils.monitor import parse_monitor_message
 
 from aioarena._core.layout import VERSION
+from aioarena._platform.bell import NO_BELL, BellRef
 from aioarena._platform.memory import owned_name, sweep
 from aioarena._platform.process import ProcessIdentity, require_descriptors
 from aioarena.exceptions import ArenaError
@@ -58,7 +59,7 @@ _RECONNECT_MAX_MS = 200
 # sender's process that is stopped with its socket's buffer full, in which case the leave is lost.
 _LEAVE_MS = 100
 
-_JOIN = struct.Struct("=c16sIIQQQQ")
+_JOIN = struct.Struct("=c16sIIQQQQIQ")
 _LEAVE = struct.Struct("=c16sIQ")
 _WAKE = struct.Struct("=c16sI")
 _TOPIC = struct.Struct("=cQ")  # letter and incarnation
@@ -169,6 +170,7 @@ class Join:
     rank: int
     incarnation: int
     identity: ProcessIdentity
+    bell: BellRef = NO_BELL
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +298,8 @@ class SenderWire(_Wire):
             return None  # other (un)subscriptions
         if message[1:17] == self._nonce:
             if kind == b"J" and len(message) == _JOIN.size:
-                _, _, version, rank, incarnation, pid, ticks, namespace = _JOIN.unpack(message)
-                return Join(version, rank, incarnation, ProcessIdentity(pid, ticks, namespace))
+                _, _, version, rank, incarnation, pid, ticks, namespace, *bell = _JOIN.unpack(message)
+                return Join(version, rank, incarnation, ProcessIdentity(pid, ticks, namespace), BellRef(*bell))
             if kind == b"L" and len(message) == _LEAVE.size:
                 return Leave(*_LEAVE.unpack(message)[2:])
             if kind == b"W" and len(message) == _WAKE.size:
@@ -350,7 +352,7 @@ class ReceiverWire(_Wire):
             self.close()
             raise
 
-    def join(self, identity: ProcessIdentity) -> None:
+    def join(self, identity: ProcessIdentity, bell: BellRef = NO_BELL) -> None:
         self.socket.send(
             _JOIN.pack(
                 b"J",
@@ -361,6 +363,8 @@ class ReceiverWire(_Wire):
                 identity.pid,
                 identity.start_ticks,
                 identity.pid_namespace,
+                bell.fd,
+                bell.inode,
             )
         )
 
@@ -387,20 +391,27 @@ class ReceiverWire(_Wire):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             disconnected |= event["event"] == zmq.EVENT_DISCONNECTED
             self.connected |= event["event"] == zmq.EVENT_CONNECTED
-        any_message = disconnected
-        while self.readable():
-            self._take(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
-            any_message = True
+        any_message = self.drain_messages()
         self.disconnected |= disconnected
+        return any_message or disconnected
+
+    def drain_messages(self) -> bool:
+        """Take in the messages that arrived; whether there were any. Less than :meth:`drain`, for each wake-up."""
+        any_message = False
+        socket = self.socket
+        while self.readable():
+            any_message = True
+            head: bytes = socket.recv(zmq.NOBLOCK)
+            if head == b"W":  # has one part
+                continue
+            parts = socket.recv_multipart(zmq.NOBLOCK, copy=False) if socket.getsockopt(zmq.RCVMORE) else []
+            self._take(head, parts)
         return any_message
 
-    def _take(self, parts: list[zmq.Frame]) -> None:
-        head = parts[0].bytes
-        if head == b"W":
-            return
+    def _take(self, head: bytes, parts: list[zmq.Frame]) -> None:
         topic = head[: _TOPIC.size]
         if topic == self._own_frames and len(head) == _FRAMES.size:
-            self._frames[_FRAMES.unpack(head)[2]] = parts[1:]
+            self._frames[_FRAMES.unpack(head)[2]] = parts
         elif topic == self._refusals:
             self.refusal = head[_TOPIC.size :].decode(errors="replace")
         else:
