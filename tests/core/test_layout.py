@@ -84,10 +84,10 @@ def test_arena_is_all_slots() -> None:
     assert Layout(readers=1, ring_bytes=64, slots=3, slot_bytes=100).arena_bytes == 300
 
 
-def test_words_lie_where_version_2_has_them() -> None:
+def test_words_lie_where_version_3_has_them() -> None:
     """Processes of two builds of one layout version find each other's words: moving one needs a new version."""
     layout = Layout(readers=2, ring_bytes=64, slots=3, slot_bytes=8)
-    assert module.VERSION == 2
+    assert module.VERSION == 3
     assert int.from_bytes(b"AIOARENA", "little") == MAGIC
     assert (HEAD, PUBLISHED, SENDER_PARKED, CLOSED) == (16, 17, 24, 32)
     places = (layout.seat, layout.seat_head, layout.seat_number, layout.tail, layout.received)

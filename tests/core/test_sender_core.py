@@ -495,4 +495,4 @@ def test_sleepers_are_those_of_the_ring() -> None:
     channel = Channel()
     assert channel.reader.park()
     channel.sender.send_small(b"1")
-    assert [channel.sender.sleepers(), channel.sender.sleepers()] == [True, False]
+    assert [channel.sender.sleepers(), channel.sender.sleepers()] == [[0], ()]

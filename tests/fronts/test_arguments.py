@@ -52,6 +52,7 @@ SMALL_CHANNEL: dict[str, Any] = {"arena": ARENA, "ring_bytes": RING_BYTES}
         ({"ring_bytes": 1 << 32}, ValueError, "ring_bytes .* below 4 GiB"),
         ({"backing": "disk"}, ValueError, 'backing must be "memfd" or "shm", not \'disk\''),
         ({"on_reader_lost": "ignore"}, ValueError, 'on_reader_lost must be "raise" or "continue"'),
+        ({"wake": "eventfd"}, ValueError, 'wake must be "zmq" or "pipe", not \'eventfd\''),
         ({"arena": 1 << 30}, TypeError, "arena must be an ArenaConfig or None, not int"),
         ({"no_such_option": 1}, TypeError, "no_such_option"),
     ],

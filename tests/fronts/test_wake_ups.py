@@ -168,14 +168,19 @@ async def test_wake_ups_without_a_message_are_no_message(open_channel: OpenChann
         assert channel.receiver.statistics().messages == 1
 
 
+@pytest.mark.parametrize("wake", ["zmq", "pipe"])
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "while others look"])
-async def test_bursts_and_silence(open_channel: OpenChannel, busy: bool) -> None:
+async def test_bursts_and_silence(open_channel: OpenChannel, busy: bool, wake: str) -> None:
     """The descriptor of a ZMQ socket is edge-triggered: nothing may wait on it that was there already.
 
     With the slow timer off: a message that arrives only because somebody looked again is a failure here.
     """
     pick = random.Random(6)
-    async with open_channel(arena=None) as there, open_channel() as back, asyncio.timeout(PATIENCE):
+    async with (
+        open_channel(arena=None, wake=wake) as there,
+        open_channel(wake=wake) as back,
+        asyncio.timeout(PATIENCE),
+    ):
 
         async def look() -> None:
             while True:

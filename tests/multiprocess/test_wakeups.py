@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from typing import Literal
 
 import pytest
 
@@ -21,10 +22,11 @@ WINDOW = 2.0
 IDLE_SHARE = 0.05
 
 
-async def test_numbered_messages_at_uneven_gaps(farm: Farm) -> None:
+@pytest.mark.parametrize("wake", ["zmq", "pipe"])
+async def test_numbered_messages_at_uneven_gaps(farm: Farm, wake: Literal["zmq", "pipe"]) -> None:
     """Messages after gaps of all lengths, so that readers are met awake, parking and parked: all arrive, in order."""
     gaps = random.Random(7).choices([0, 0.0002, 0.001, 0.003], k=300)
-    async with aioarena.Sender(3, **CHANNEL) as chan:
+    async with aioarena.Sender(3, wake=wake, **CHANNEL) as chan:
         readers = await attach(farm, chan.handle)
         for worker in readers:
             worker.put("recv", len(gaps))

@@ -216,7 +216,13 @@ async def test_chaos(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     arena = aioarena.ArenaConfig(slots=32, slot_bytes=256 << 10)
     chan = aioarena.Sender(
-        READERS, name="soak", arena=arena, ring_bytes=64 << 10, frame_budget=64 << 20, on_reader_lost="continue"
+        READERS,
+        name="soak",
+        arena=arena,
+        ring_bytes=64 << 10,
+        frame_budget=64 << 20,
+        on_reader_lost="continue",
+        wake=rng.choice(["zmq", "pipe"]),
     )
     async with chan:
         chaos = Chaos(chan, rng, tmp_path)
