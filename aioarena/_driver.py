@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 
-# The functions behind signal.getsignal and signal.signal: those make enums of what they return, which takes microseconds.
+# The functions behind signal.getsignal and signal.signal, which make enums of what they return: that takes microseconds.
 from _signal import getsignal as _getsignal  # type: ignore[import-not-found]
 from _signal import signal as _signal
 from asyncio import _get_running_loop as running_loop
@@ -105,6 +105,12 @@ class _Loop(asyncio.SelectorEventLoop):
             self.call_soon_threadsafe(_nothing)  # it sleeps until the timer that was first
         return handle
 
+    @property
+    def wake_fd(self) -> int:
+        """What to write to so that the selector wakes up, as signal.set_wakeup_fd does."""
+        fd: int = self._csock.fileno()  # type: ignore[attr-defined]
+        return fd
+
     def __del__(self) -> None:
         if not self.inherited:
             super().__del__()
@@ -126,13 +132,16 @@ class _Wait:
     what they raise is kept, ends the wait, and is raised by the waiting call.
 
     Attributes:
+        main: Whether this is the main thread.
         raised: What a signal handler raised, or None.
         expired: Whether the time is over.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+    def __init__(self, loop: _Loop, wake: Callable[[], None]) -> None:
+        self.main = threading.get_ident() == threading.main_thread().ident
         self._loop = loop
         self._wake = wake
+        self._wakes_on_signals = False
         self._timer: asyncio.TimerHandle | None = None
         self._handlers: dict[int, Any] = {}
         self._holding_back = False
@@ -146,8 +155,13 @@ class _Wait:
     def begin(self, deadline: float | None) -> None:
         if deadline is not None:
             self._timer = self._loop.call_at(deadline, self._expire)
-        if threading.get_ident() == threading.main_thread().ident:
+        if self.main:
             self._holding_back = True
+            # A signal that comes just before the selector sleeps would not wake it.
+            other = signal.set_wakeup_fd(self._loop.wake_fd, warn_on_full_buffer=False)
+            self._wakes_on_signals = other == -1
+            if not self._wakes_on_signals:
+                signal.set_wakeup_fd(other)
             for number in _SIGNALS:
                 handler = _getsignal(number)
                 if callable(handler):
@@ -159,6 +173,8 @@ class _Wait:
         self._holding_back = False
         if self._timer is not None:
             self._timer.cancel()
+        if self._wakes_on_signals:
+            signal.set_wakeup_fd(-1)
         for number, handler in reversed(self._handlers.items()):
             if _getsignal(number) == self._on_signal:  # else a handler has changed it
                 _signal(number, handler)
@@ -192,6 +208,7 @@ class LoopDriver:
         self._unled = threading.Condition(self._lock)  # for the caretaker: somebody stopped leading
         self._led = False
         self._cared = False  # the caretaker leads
+        self._main_waits = False  # the main thread has a call that waits: it leads, because signals come to it
         self._asleep = False  # the caretaker waits for _unled, however long
         self._times_led = 0
         self._calls = 0  # under way
@@ -303,16 +320,19 @@ class LoopDriver:
         """Wait for a future; for None (a bare yield) give others a turn."""
         wait = _Wait(self._loop, self._wake)
         try:
+            self._main_waits |= wait.main
             wait.begin(deadline if waited is not None else None)
             if waited is None:
-                self._give_a_turn()
+                self._give_a_turn(wait.main)
             else:
                 waited.add_done_callback(self._wake)
                 # At least one turn of the loop, even if the time is over: it may be what brings the message.
                 while not waited.done() and not wait.over:
-                    self._lead_or_follow()
+                    self._lead_or_follow(wait.main)
         finally:
             wait.end()
+            if wait.main:
+                self._main_waits = False
             if waited is not None:
                 waited.remove_done_callback(self._wake)
         if wait.raised is not None:
@@ -328,16 +348,19 @@ class LoopDriver:
         self._loop.stop()
         self._turned.notify_all()
 
-    def _lead_or_follow(self) -> None:
-        if not self._led:
+    def _lead_or_follow(self, main: bool) -> None:
+        if self._led:
+            if self._cared or main:
+                self._ask_leader_off()
+            self._turned.wait()
+        elif main or not self._main_waits:
             self._lead()
-            return
-        self._ask_caretaker_off()
-        self._turned.wait()
+        else:
+            self._turned.wait()
 
-    def _give_a_turn(self) -> None:
+    def _give_a_turn(self, main: bool) -> None:
         while self._cared:
-            self._lead_or_follow()
+            self._lead_or_follow(main)
         if not self._led:
             self._loop.stop()  # after one turn
             self._lead()
@@ -346,9 +369,8 @@ class LoopDriver:
         time.sleep(0)  # lets the leader have the lock if it wants it
         self._lock.acquire()
 
-    def _ask_caretaker_off(self) -> None:
-        if self._cared:
-            self._loop.call_soon(self._wake)
+    def _ask_leader_off(self) -> None:
+        self._loop.call_soon(self._wake)
 
     def _lead(self, *, cared: bool = False) -> None:
         self._led, self._cared = True, cared
@@ -402,7 +424,8 @@ class LoopDriver:
 
     def _end(self, _: object = None) -> None:
         self._ended = True
-        self._ask_caretaker_off()
+        if self._cared:
+            self._ask_leader_off()
         self._unled.notify()
 
     def forget_parent(self) -> None:

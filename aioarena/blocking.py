@@ -72,6 +72,8 @@ class _BlockingEnd(Generic[E]):
                 self._driver.run(self._end.start, timeout=timeout)
             except BaseException:
                 self._driver.close()
+                if self._end._state is State.NEW:  # it did not come to that
+                    self._driver = None
                 raise
         else:
             raise ClosedError(f"{self._end._label} was started before; make a new one")
@@ -101,7 +103,7 @@ class _BlockingEnd(Generic[E]):
         if self._end._born_elsewhere():
             raise self._end._forked()
         try:
-            driver.run(_in_task, self._end.aclose)
+            driver.run(_close, self._end)
         finally:
             if self._end._state is State.CLOSED:
                 driver.close()
@@ -115,8 +117,8 @@ class _BlockingEnd(Generic[E]):
         driver = getattr(self, "_driver", None)
         if driver is None or self._end._state is State.CLOSED or self._end._born_elsewhere():
             return
-        warnings.warn(f"{self._end._label} was never closed", ResourceWarning, stacklevel=2, source=self)
         driver.abandon(self._end.aclose)
+        warnings.warn(f"{self._end._label} was never closed", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
         return f"<blocking {self._end!r}>"
@@ -422,9 +424,10 @@ class Receiver(_BlockingEnd[receiver.Receiver]):
         return self._end.statistics() if self._driver is None else self._driver.call(self._end.statistics)
 
 
-async def _in_task(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """For coroutines with time-outs of their own, which asyncio has in tasks only."""
-    await asyncio.get_running_loop().create_task(function())
+async def _close(end: sender.Sender | receiver.Receiver) -> None:
+    if end._state is not State.CLOSED:  # by another thread; then there is no loop either
+        # In a task, because only tasks can have the time-outs of asyncio that closing uses.
+        await asyncio.get_running_loop().create_task(end.aclose())
 
 
 def _check_timeout(timeout: float | None) -> None:
