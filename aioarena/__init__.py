@@ -23,6 +23,7 @@ from aioarena.exceptions import (  # noqa: E402
     PeerLostError,
     ReaderLostError,
     SenderLostError,
+    TimedOutError,
     WouldBlock,
     WrongContextError,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "Sender",
     "SenderLostError",
     "SenderStatistics",
+    "TimedOutError",
     "WouldBlock",
     "WrongContextError",
 ]

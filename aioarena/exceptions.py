@@ -11,6 +11,7 @@
     ├── EvictedError         the sender gave this reader up          attach again
     ├── BusyError            this end is already in that call        one such call at a time
     ├── WouldBlock           only from ``*_nowait``                  wait, or skip
+    ├── TimedOutError        a blocking call's time is over          try again; nothing was lost (TimeoutError)
     ├── EncodeError          the object does not pickle (TypeError)  fix the object; nothing was sent
     ├── DecodeError          a message does not unpickle here        that message is consumed; go on
     ├── HandleError          not a handle this version can attach    match versions, hosts and users
@@ -18,8 +19,8 @@
     ├── WrongContextError    wrong loop, thread or forked process    use it where it was started
     └── InternalError        an invariant broke                      report it
 
-Wrong arguments raise ``ValueError`` or ``TypeError``; time-outs are ``TimeoutError`` from ``asyncio.timeout``, with
-a note on whom the call was waiting for.
+Wrong arguments raise ``ValueError`` or ``TypeError``; time-outs of the asyncio ends are ``TimeoutError`` from
+``asyncio.timeout``, with a note on whom the call was waiting for.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "PeerLostError",
     "ReaderLostError",
     "SenderLostError",
+    "TimedOutError",
     "WouldBlock",
     "WrongContextError",
 ]
@@ -115,6 +117,13 @@ class BusyError(ArenaError):
 
 class WouldBlock(ArenaError):
     """The call would have to wait. Nothing was sent or received."""
+
+
+class TimedOutError(ArenaError, TimeoutError):
+    """The time that a call of :mod:`aioarena.blocking` was given is over; the message says what it waited for.
+
+    Nothing was sent, and a message that was not received waits for the next call.
+    """
 
 
 class EncodeError(ArenaError, TypeError):
