@@ -17,9 +17,10 @@ from aioarena.exceptions import ClosedError, EndOfChannel, SenderLostError, Time
 
 logger = logging.getLogger("aioarena")
 
-# Seconds that a reader whose writer is gone waits for vLLM's own monitors to shut it down: they notice by a pipe or by the
-# process, milliseconds after us or before, and know better what it means. A guess, only to bound it.
-_MONITOR_SECONDS = 2.0
+# Seconds that a reader whose writer is gone waits for vLLM to shut it down. Its monitors notice too, then end the other
+# workers, by force after 10 s, and shut the queues down last: an error that is quicker would end the process meanwhile, and
+# leave those workers behind. Only for the case that there is no monitor.
+_MONITOR_SECONDS = 60.0
 
 # Seconds that a queue waits, shut down, for readers to get what is under way. Whoever shuts down here has given them up.
 _LINGER = 1.0
@@ -134,7 +135,8 @@ class ArenaMessageQueue(_Stock):  # type: ignore[misc]
                 if left is not None and (interval is None or left <= interval):
                     raise
                 logger.info("%s", error)
-            except (SenderLostError, EndOfChannel):
+            except (SenderLostError, EndOfChannel) as error:
+                logger.warning("%s", error)
                 self._shut_down.wait(_MONITOR_SECONDS if left is None else min(left, _MONITOR_SECONDS))
                 self._raise_cancelled()
                 raise
