@@ -1,7 +1,7 @@
 """aioarena under vLLM's executors, in place of its message queue.
 
-Installing the package registers :func:`register` as one of vLLM's general plugins, which does nothing unless the environment
-has ``AIOARENA_VLLM=1``. With it, the engine core and all workers of one host talk over aioarena; vLLM's own
+Installing the package registers :func:`register` as one of vLLM's general plugins, which does nothing unless the
+environment has ``AIOARENA_VLLM=1``. With it, the engine core and all workers of one host talk over aioarena; vLLM's own
 ``--enable-shm-tensor-arena`` decides whether large tensors go through the arena. Queues with readers on other hosts stay
 vLLM's own, and so does everything where vLLM's queue is not the one this was written for.
 """

@@ -1,4 +1,4 @@
-"""Runs vLLM's AsyncLLM with a tiny model and two workers, and tells as JSON what it did. Needs vllm; `make_env.sh` installs it.
+"""Runs vLLM's AsyncLLM with a tiny model and two workers, and tells as JSON what it did. Needs vllm, see `make_env.sh`.
 
     python engine.py MODEL_DIRECTORY [--arena] [--kill] [--idle SECONDS]
 
