@@ -48,6 +48,9 @@ class ArenaMessageQueue(_Stock):  # type: ignore[misc]
     are of no use here: the ring takes records of any size, and what is too large for it travels otherwise.
     """
 
+    _sender: Sender | None
+    _receiver: Receiver | None
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:
             return object.__new__(_Stock)  # as its create_from_handle does, for readers elsewhere
@@ -88,8 +91,8 @@ class ArenaMessageQueue(_Stock):  # type: ignore[misc]
         self._is_local_reader = not is_writer
         self._is_remote_reader = False
         self.local_reader_rank = rank
-        self._sender: Sender | None = None
-        self._receiver: Receiver | None = None
+        self._sender = None
+        self._receiver = None
         self._shut_down = threading.Event()
 
     @staticmethod

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,11 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
         log, _ = process.communicate(timeout=300)
         reports = [line.removeprefix("REPORT ") for line in log.splitlines() if line.startswith("REPORT ")]
         assert reports, log[-10000:]
-        return Run(json.loads(reports[0]), log, _processes(process.pid), _files() - before)
+        # What Python starts to look after shared memory ends a moment after whom it looked after.
+        deadline = time.monotonic() + 10
+        while (left := _processes(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return Run(json.loads(reports[0]), log, left, _files() - before)
 
     return run
 
