@@ -234,22 +234,23 @@ def test_a_message_that_is_there_is_received_without_time(monkeypatch: pytest.Mo
     with blocking_channel(arena=None) as (sender, receiver):
         sender.wait_ready()
         caretaker_leads(receiver)
-        monkeypatch.setattr("aioarena._driver.IDLE", 1000.0)
-        with pytest.raises(TimedOutError):
-            receiver.recv(timeout=0)  # takes the lead from it
-        for number in range(300):
-            sender.send(number)
-            assert receiver.recv(timeout=0) == number
-        sender.send(filled(1))
-        received: list[torch.Tensor] = []
+        with monkeypatch.context() as patch:
+            patch.setattr("aioarena._driver.IDLE", 1000.0)
+            with pytest.raises(TimedOutError):
+                receiver.recv(timeout=0)  # takes the lead from it
+            for number in range(300):
+                sender.send(number)
+                assert receiver.recv(timeout=0) == number
+            sender.send(filled(1))
+            received: list[torch.Tensor] = []
 
-        def arrived() -> bool:
-            with contextlib.suppress(TimedOutError):
-                received.append(receiver.recv(timeout=0))
-            return bool(received)
+            def arrived() -> bool:
+                with contextlib.suppress(TimedOutError):
+                    received.append(receiver.recv(timeout=0))
+                return bool(received)
 
-        eventually(arrived)
-        assert shows(received[0], 1)
+            eventually(arrived)
+            assert shows(received[0], 1)
 
 
 def test_a_send_that_times_out_sends_nothing() -> None:
