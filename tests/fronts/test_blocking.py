@@ -387,11 +387,15 @@ def test_many_threads_at_both_ends() -> None:
             for number in range(each):
                 sender.send((thread, number) if number % 50 else (thread, number, filled(thread))[:2])
 
+        def send_all() -> None:
+            for call in [Call(send, thread) for thread in range(senders)]:
+                call.result()
+            sender.close()
+
         receives = [Call(receive) for _ in range(3)]
-        for call in [Call(send, thread) for thread in range(senders)]:
-            call.result()
-        sender.close()
-        received = [call.result() for call in receives]
+        sending = Call(send_all)
+        received = [receive(), *(call.result() for call in receives)]  # the main thread, which leads, and others
+        sending.result()
     assert sorted(itertools.chain(*received)) == [(thread, number) for thread in range(senders) for number in range(each)]
     for got in received:
         for thread in range(senders):

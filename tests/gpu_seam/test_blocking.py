@@ -1,4 +1,4 @@
-"""Receivers of threads whose arena is pinned: the release goes on while nobody calls, and streams are the calling thread's."""
+"""Blocking receivers with a pinned arena: the release goes on while nobody calls, streams are the calling thread's."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_to_device_uses_the_stream_of_the_calling_thread(gpu: FakeGpu) -> None:
         caretaker_leads(receiver)
         mine.busy = True
 
-        def copy() -> torch.Tensor:
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
             with gpu.using(mine):
-                moved: torch.Tensor = receiver.to_device(received, 0)
+                moved: torch.Tensor = receiver.to_device(tensor, "cuda:0")
                 return moved
 
-        copying = Call(copy)
-        calls_wait(receiver)
+        copying = Call(copy, received)
+        eventually(lambda: gpu.copies or copying.over)
         assert [stream for _, stream, _ in gpu.copies] == [mine]
         mine.finish()
         assert torch.equal(copying.result(), tensor())
