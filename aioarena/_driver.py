@@ -333,6 +333,7 @@ class LoopDriver:
             wait.end()
             if wait.main:
                 self._main_waits = False
+                self._turned.notify_all()  # others may have left the lead to us
             if waited is not None:
                 waited.remove_done_callback(self._wake)
         if wait.raised is not None:

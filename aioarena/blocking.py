@@ -64,19 +64,19 @@ class _BlockingEnd(Generic[E]):
         self._driver: LoopDriver | None = None  # from the start on
 
     def _start(self, timeout: float | None) -> None:
-        # The end says itself if it was started before, or is closed: then there is a driver, or nothing for it to do.
-        if self._driver is None and self._end._state is State.NEW:
-            _check_timeout(timeout)
-            self._driver = LoopDriver(self._end._label)
-            try:
-                self._driver.run(self._end.start, timeout=timeout)
-            except BaseException:
-                self._driver.close()
-                if self._end._state is State.NEW:  # it did not come to that
-                    self._driver = None
-                raise
-        else:
+        if self._end._born_elsewhere():
+            raise self._end._forked()
+        if self._driver is not None or self._end._state is not State.NEW:
             raise ClosedError(f"{self._end._label} was started before; make a new one")
+        _check_timeout(timeout)
+        self._driver = LoopDriver(self._end._label)
+        try:
+            self._driver.run(self._end.start, timeout=timeout)
+        except BaseException:
+            self._driver.close()
+            if self._end._state is State.NEW:  # it did not come to that
+                self._driver = None
+            raise
 
     def _run(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any, timeout: float | None = None) -> T:
         if timeout is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioarena import Receiver, Sender, WouldBlock
+from aioarena import Receiver, Sender, WouldBlock, blocking
 from tests.conftest import PATIENCE
 
 
@@ -64,7 +64,7 @@ def shows(tensor: torch.Tensor, value: int) -> bool:
     return bool((tensor == value).all())
 
 
-def fill_ring(sender: Sender) -> int:
+def fill_ring(sender: Sender | blocking.Sender) -> int:
     """Send until there is no room for anything: how many messages fitted."""
     count = 0
     for message in (b"x" * 4000, b"x" * 100, 0):

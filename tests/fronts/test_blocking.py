@@ -234,22 +234,23 @@ def test_a_message_that_is_there_is_received_without_time(monkeypatch: pytest.Mo
     with blocking_channel(arena=None) as (sender, receiver):
         sender.wait_ready()
         caretaker_leads(receiver)
-        monkeypatch.setattr("aioarena._driver.IDLE", 1000.0)
-        with pytest.raises(TimedOutError):
-            receiver.recv(timeout=0)  # takes the lead from it
-        for number in range(300):
-            sender.send(number)
-            assert receiver.recv(timeout=0) == number
-        sender.send(filled(1))
-        received: list[torch.Tensor] = []
+        with monkeypatch.context() as patch:
+            patch.setattr("aioarena._driver.IDLE", 1000.0)
+            with pytest.raises(TimedOutError):
+                receiver.recv(timeout=0)  # takes the lead from it
+            for number in range(300):
+                sender.send(number)
+                assert receiver.recv(timeout=0) == number
+            sender.send(filled(1))
+            received: list[torch.Tensor] = []
 
-        def arrived() -> bool:
-            with contextlib.suppress(TimedOutError):
-                received.append(receiver.recv(timeout=0))
-            return bool(received)
+            def arrived() -> bool:
+                with contextlib.suppress(TimedOutError):
+                    received.append(receiver.recv(timeout=0))
+                return bool(received)
 
-        eventually(arrived)
-        assert shows(received[0], 1)
+            eventually(arrived)
+            assert shows(received[0], 1)
 
 
 def test_a_send_that_times_out_sends_nothing() -> None:
@@ -386,11 +387,15 @@ def test_many_threads_at_both_ends() -> None:
             for number in range(each):
                 sender.send((thread, number) if number % 50 else (thread, number, filled(thread))[:2])
 
+        def send_all() -> None:
+            for call in [Call(send, thread) for thread in range(senders)]:
+                call.result()
+            sender.close()
+
         receives = [Call(receive) for _ in range(3)]
-        for call in [Call(send, thread) for thread in range(senders)]:
-            call.result()
-        sender.close()
-        received = [call.result() for call in receives]
+        sending = Call(send_all)
+        received = [receive(), *(call.result() for call in receives)]  # the main thread, which leads, and others
+        sending.result()
     assert sorted(itertools.chain(*received)) == [(thread, number) for thread in range(senders) for number in range(each)]
     for got in received:
         for thread in range(senders):

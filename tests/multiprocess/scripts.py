@@ -30,6 +30,12 @@ from aioarena._core.layout import VERSION
 from aioarena._platform import wire as wire_module
 from aioarena._platform.process import ProcessIdentity
 from aioarena._platform.wire import ReceiverWire
+from tests.multiprocess.blocking_ends import (  # noqa: F401 - run by name
+    blocking_reader,
+    blocking_sender,
+    forking_blocking_reader,
+    leave_blocking_ends_open,
+)
 from tests.multiprocess.forking import (  # noqa: F401 - run by name
     fork_before_the_start,
     fork_while_a_thread_attaches,
