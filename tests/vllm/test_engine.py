@@ -65,9 +65,12 @@ def _files() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
-    model = tmp_path_factory.mktemp("vllm") / "model"
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm") / "model"
 
+
+@pytest.fixture(scope="module")
+def run_engine(model: Path) -> RunEngine:
     def run(*options: str, ours: bool) -> Run:
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
         if ours:
@@ -116,6 +119,17 @@ def test_the_same_tokens_as_with_its_own_queue(run_engine: RunEngine, stock: Run
     assert not ours.files
     assert len(ours.report["idle"]) == 2
     assert max(ours.report["idle"]) < IDLE_SHARE
+
+
+def test_the_example(run_engine: RunEngine, stock: Run, model: Path) -> None:
+    """With the model that the stock engine has made, and what a machine without a GPU needs."""
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    example = Path(__file__).parents[2] / "examples" / "vllm_engine.py"
+    done = subprocess.run(
+        [sys.executable, example, model], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "done, 16 tokens" in done.stdout.splitlines(), done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count(ADOPTED) == 3
 
 
 def test_a_killed_worker_ends_the_engine_as_cleanly(run_engine: RunEngine) -> None:
