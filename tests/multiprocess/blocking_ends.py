@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pickle
 import signal
@@ -15,7 +14,6 @@ from typing import Any
 
 import aioarena
 from aioarena import _driver, blocking
-from aioarena._asyncio import _inherited
 from tests.multiprocess.forking import exit_in_child, in_child
 from tests.multiprocess.harness import Link
 from tests.multiprocess.messages import message, verify
@@ -117,9 +115,8 @@ def forking_blocking_reader(link: Link, handle: aioarena.Handle) -> list[int]:
         chan.recv(timeout=0.01)
     code = exit_in_child(lambda: None)
     if code is None:
-        del chan, driver, waiting
-        _inherited.clear()
-        gc.collect()
+        # Threads that a fork took away keep the loop alive as it happens; were it not so, it would die here.
+        driver._loop.__del__()
         sys.exit()
     link.put(code)
     waiting = threading.Thread(target=lambda: numbers.append(verify(chan.recv())))
