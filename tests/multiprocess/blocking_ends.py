@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aioarena
-from aioarena import _driver, blocking
+from aioarena import _asyncio, _driver, blocking
 from tests.multiprocess.forking import exit_in_child, in_child
 from tests.multiprocess.harness import Link
 from tests.multiprocess.messages import message, verify
@@ -71,6 +71,7 @@ def forking_blocking_reader(link: Link, handle: aioarena.Handle) -> list[int]:
 
     Says what calls in the children came to, and returns the numbers of all messages.
     """
+    _asyncio.TICK = 1000.0  # what is not woken is to hang, not to be late
     numbers: list[int] = []
     chan = blocking.Receiver(handle, 0)
     unstarted = blocking.Receiver(handle, 1)
