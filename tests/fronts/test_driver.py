@@ -38,7 +38,7 @@ async def wait_for(futures: dict[str, asyncio.Future[Any]], name: str) -> Any:
 def test_a_coroutine_runs_in_the_thread_that_calls(driver: LoopDriver) -> None:
     """Before and after it waits, whoever has the loop meanwhile."""
     futures: dict[str, asyncio.Future[Any]] = {}
-    other = Call(driver.run, wait_for, futures, "other")
+    other = Call(driver.run, wait_for, (futures, "other"))
     calls_wait(end_of(driver))
 
     async def threads() -> list[threading.Thread]:
@@ -63,10 +63,10 @@ def test_a_coroutine_runs_in_the_thread_that_calls(driver: LoopDriver) -> None:
 def test_a_time_out_beside_a_leader_that_has_none(driver: LoopDriver) -> None:
     """The leader sleeps without a timer, and is woken to set one."""
     futures: dict[str, asyncio.Future[Any]] = {}
-    leader = Call(driver.run, wait_for, futures, "leader")
+    leader = Call(driver.run, wait_for, (futures, "leader"))
     calls_wait(end_of(driver))
     with pytest.raises(TimedOutError, match=r"this test timed out after 0\.01 s: waiting for other calls"):
-        Call(driver.run, wait_for, futures, "follower", timeout=0.01).result()
+        Call(driver.run, wait_for, (futures, "follower"), timeout=0.01).result()
     assert futures["follower"].cancelled()
     driver.call(futures["leader"].set_result, None)
     leader.result()
@@ -77,7 +77,7 @@ def test_the_main_thread_does_not_keep_a_lead_that_it_does_not_take(monkeypatch:
     monkeypatch.setattr("aioarena._driver.IDLE", 1000.0)  # or the caretaker would help
     driver = LoopDriver("this test")
     futures: dict[str, asyncio.Future[Any]] = {}
-    other = Call(driver.run, wait_for, futures, "other")
+    other = Call(driver.run, wait_for, (futures, "other"))
     calls_wait(end_of(driver))
 
     async def done_in_the_last_turn_of_the_leader() -> None:
@@ -174,14 +174,14 @@ def test_signals_wake_the_selector_while_the_main_thread_waits(driver: LoopDrive
         return select(self, timeout)
 
     monkeypatch.setattr(_Selector, "select", look)
-    driver.run(asyncio.sleep, 0.001)
+    driver.run(asyncio.sleep, (0.001,))
     assert set(found) == {driver._loop.wake_fd}
     assert signal.set_wakeup_fd(-1) == -1
     found.clear()
     other = LoopDriver("another one")
     signal.set_wakeup_fd(other._loop.wake_fd)
     try:
-        driver.run(asyncio.sleep, 0.001)
+        driver.run(asyncio.sleep, (0.001,))
     finally:
         mine = signal.set_wakeup_fd(-1)
     assert {*found, mine} == {other._loop.wake_fd}
@@ -202,4 +202,4 @@ def test_no_time_still_is_one_turn_of_the_loop(driver: LoopDriver) -> None:
     assert driver.run(one_turn_later, timeout=0) == "there"
     assert driver.run(one_turn_later, timeout=0) == "there"
     with pytest.raises(TimedOutError):
-        driver.run(asyncio.sleep, 1000, timeout=0)
+        driver.run(asyncio.sleep, (1000,), timeout=0)
