@@ -157,24 +157,24 @@ class _Wait:
             self._timer = self._loop.call_at(deadline, self._expire)
         if self.main:
             self._holding_back = True
-            # A signal that comes just before the selector sleeps would not wake it.
-            other = signal.set_wakeup_fd(self._loop.wake_fd, warn_on_full_buffer=False)
-            self._wakes_on_signals = other == -1
-            if not self._wakes_on_signals:
-                signal.set_wakeup_fd(other)
             for number in _SIGNALS:
                 handler = _getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
                     _signal(number, self._on_signal)
+            # A signal that comes just before the selector sleeps would not wake it.
+            other = signal.set_wakeup_fd(self._loop.wake_fd, warn_on_full_buffer=False)
+            self._wakes_on_signals = other == -1
+            if not self._wakes_on_signals:
+                signal.set_wakeup_fd(other)
 
     def end(self) -> None:
-        # From here on what is still installed of ours raises.
-        self._holding_back = False
         if self._timer is not None:
             self._timer.cancel()
         if self._wakes_on_signals:
             signal.set_wakeup_fd(-1)
+        # From here on what is still installed of ours raises.
+        self._holding_back = False
         for number, handler in reversed(self._handlers.items()):
             if _getsignal(number) == self._on_signal:  # else a handler has changed it
                 _signal(number, handler)
@@ -225,7 +225,9 @@ class LoopDriver:
 
     # Calls --------------------------------------------------------------------------------------------------------
 
-    def run(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any, timeout: float | None = None) -> T:
+    def run(
+        self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...] = (), timeout: float | None = None
+    ) -> T:
         """Call a coroutine function of the end and wait for what it returns.
 
         Args:
@@ -248,8 +250,8 @@ class LoopDriver:
                 set_running_loop(self._loop)
                 return self._take_steps(function(*args), timeout, deadline)
             finally:
-                set_running_loop(outer)
                 self._calls -= 1
+                set_running_loop(outer)
                 if self._closing:
                     self._turned.notify_all()
 
@@ -330,12 +332,12 @@ class LoopDriver:
                 while not waited.done() and not wait.over:
                     self._lead_or_follow(wait.main)
         finally:
-            wait.end()
             if wait.main:
                 self._main_waits = False
                 self._turned.notify_all()  # others may have left the lead to us
             if waited is not None:
                 waited.remove_done_callback(self._wake)
+            wait.end()  # after which signal handlers may raise at any point
         if wait.raised is not None:
             try:
                 raise wait.raised

