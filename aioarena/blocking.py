@@ -46,6 +46,7 @@ class SenderOptions(TypedDict, total=False):
     evict_after: float | None
     stall_after: float
     linger: float
+    wake: Literal["zmq", "pipe"]
 
 
 class ReceiverOptions(TypedDict, total=False):
