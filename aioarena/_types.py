@@ -150,7 +150,8 @@ class SenderStatistics:
         lent_bytes: Of those, bytes that lay in lent memory, and were not copied.
         frame_bytes: Bytes sent as frames.
         fallbacks: Buffers that did not take the arena, by reason: ``arena_full``, ``larger_than_arena``,
-            ``below_min_bytes``, ``arena_off``, ``not_divertible`` (a tensor that torch itself had to pickle).
+            ``below_min_bytes``, ``arena_off``, ``not_divertible`` (a tensor that torch itself had to pickle); and lent
+            buffers that were copied, since they were under way as often as they can be at once: ``lent_busy``.
         copy_seconds: Time spent copying into the arena and into frames.
         wakeups: Wake-ups sent to readers.
         waits: Sends that had to wait for ring space or frame budget.

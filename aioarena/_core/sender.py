@@ -37,13 +37,14 @@ from aioarena._core.ring import PACKED, SMALL, TABLE, RingWriter
 # may be lost to a pad, and several messages should fit.
 _BODY_SHARE = 8
 
-# Why a buffer did not travel through the arena; the keys of Sender.statistics().fallbacks.
+# Why a buffer did not travel through the arena, or not where it lay; the keys of Sender.statistics().fallbacks.
 ARENA_FULL = "arena_full"
 LARGER_THAN_ARENA = "larger_than_arena"
 BELOW_MIN_BYTES = "below_min_bytes"
 ARENA_OFF = "arena_off"
 NOT_DIVERTIBLE = "not_divertible"
-REASONS = (ARENA_FULL, LARGER_THAN_ARENA, BELOW_MIN_BYTES, ARENA_OFF, NOT_DIVERTIBLE)
+LENT_BUSY = "lent_busy"
+REASONS = (ARENA_FULL, LARGER_THAN_ARENA, BELOW_MIN_BYTES, ARENA_OFF, NOT_DIVERTIBLE, LENT_BUSY)
 
 
 class Membership(Enum):
@@ -240,6 +241,7 @@ class SenderCore:
     def _place_lent(self, message: PlacedMessage, index: int, nbytes: int, loan: Loan, start: int) -> Placement | None:
         span = self.arena.use(loan, nbytes)
         if span is None:
+            message.fallbacks.append(LENT_BUSY)
             return None
         message.spans[index] = span
         return Placement(ARENA, nbytes, span.slot, span.generation, start)

@@ -244,6 +244,7 @@ async def test_more_uses_than_it_has_slots_are_copied(open_channel: OpenChannel)
             await channel.sender.send(tensor)
         assert lent_bytes(channel) == MIB
         assert channel.sender.statistics().arena_bytes == 3 * MIB
+        assert channel.sender.statistics().fallbacks["lent_busy"] == 2
         received = [await channel.receiver.recv() for _ in range(3)]
         tensor.fill_(2)
         assert [int(one[0]) for one in received] == [2, 1, 1]
@@ -259,6 +260,7 @@ async def test_uses_are_bounded(open_channel: OpenChannel) -> None:
         for _ in range(_MOST_USES + 5):
             await channel.sender.send(part)
         assert lent_bytes(channel) == _MOST_USES * 4096
+        assert channel.sender.statistics().fallbacks["lent_busy"] == 5
         for _ in range(_MOST_USES + 5):
             assert shows(await channel.receiver.recv(), 1)
 
