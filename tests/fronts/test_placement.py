@@ -427,6 +427,7 @@ async def test_each_reason_to_fall_back_is_counted(
             "below_min_bytes",
             "arena_off",
             "not_divertible",
+            "lent_busy",
         }
 
 
