@@ -12,6 +12,7 @@ from aioarena._core.sender import (
     ARENA_OFF,
     BELOW_MIN_BYTES,
     LARGER_THAN_ARENA,
+    LENT_BUSY,
     NOT_DIVERTIBLE,
     Membership,
     PlacedMessage,
@@ -120,6 +121,7 @@ def test_fallbacks_count_when_the_message_is_published() -> None:
         BELOW_MIN_BYTES: 2,
         ARENA_OFF: 0,
         NOT_DIVERTIBLE: 0,
+        LENT_BUSY: 0,
     }
 
 
