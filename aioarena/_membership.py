@@ -178,7 +178,7 @@ class Members:
             return
         self._stop_contending(join.incarnation)
         rope = self._open_bell(join) if pidfd is not None else None
-        member = Member(join, core.join(join.rank, join.incarnation), pidfd, rope)
+        member = Member(join, core.join(join.rank, join.incarnation, join.identity.pid), pidfd, rope)
         self.by_rank[join.rank] = member
         self.lost.pop(join.rank, None)
         if pidfd is not None:

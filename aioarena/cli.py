@@ -1,4 +1,4 @@
-"""The command line: the demo and the benchmarks."""
+"""The command line: the demo, the benchmarks, and looking at channels and machines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from aioarena._bench._scenarios import SCENARIOS
 from aioarena._bench._text import Progress
 from aioarena._bench._workers import WorkerError, run
 from aioarena._demo import DemoOptions, demo
+from aioarena._look import commands as look
 from aioarena._picture import GRAIN, PictureError
 from aioarena.exceptions import ArenaError
 
@@ -25,6 +26,9 @@ examples:
   python -m aioarena demo --size 1024 --loop uvloop    a smaller one, on uvloop
   python -m aioarena bench small                       messages per second, and what one costs
   python -m aioarena bench compare --svg compare.svg   beside other ways of sending the same
+  python -m aioarena ps                                all channels of this user, their readers and who is behind
+  python -m aioarena doctor                            what this machine allows, and what to do where it does not
+  python -m aioarena clean                             what dead processes left; --yes removes it
   python -m aioarena bench placement --json            where buffers should go, for programs to read
 """
 
@@ -75,6 +79,18 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         progress.clear()
     print(result.json() if arguments.json else result.text())
     return 0
+
+
+def _run_ps(arguments: argparse.Namespace) -> int:
+    return look.ps(as_json=arguments.json)
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    return look.doctor(as_json=arguments.json)
+
+
+def _run_clean(arguments: argparse.Namespace) -> int:
+    return look.clean(yes=arguments.yes)
 
 
 def _measure_small(arguments: argparse.Namespace, progress: Progress) -> Result:
@@ -138,7 +154,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="aioarena",
-        description="An asyncio broadcast channel through shared memory: see it work, and measure it.",
+        description="An asyncio broadcast channel through shared memory: see it work, measure it, look at it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -146,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_benches(commands)
+    _add_looking(commands)
     return parser
 
 
@@ -240,6 +257,35 @@ def _add_benches(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--svg", type=Path, metavar="PATH", help="draw the results into this file")
     _add_runs(parser)
     _add_output(parser)
+
+
+def _add_looking(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "ps",
+        help="all channels of this user: their readers, and how far behind they are",
+        description="List all channels of this user on this machine, found through /proc, with their readers. Only looks: "
+        "it takes no part and holds nobody up.",
+    )
+    parser.set_defaults(run=_run_ps)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine allows, and the remedy where it does not",
+        description="Try out what channels need, and say what is missing or slower than it has to be. The exit code is 1 "
+        "where no channel can be made.",
+    )
+    parser.set_defaults(run=_run_doctor)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+    parser = commands.add_parser(
+        "clean",
+        help="remove what dead processes left; only lists it without --yes",
+        description="List shared memory and sockets that dead processes of this user left behind. Senders remove them too "
+        "when they start.",
+    )
+    parser.set_defaults(run=_run_clean)
+    parser.add_argument("--yes", action="store_true", help="remove them")
 
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:

@@ -148,7 +148,9 @@ class Sender(Endpoint):
         except BaseException:
             self._control.close()  # at once: this object is in a cycle, and is collected some time later
             raise
-        layout.format(self._control.mapping.view[: layout.ring_offset].cast("Q"), nonce)
+        header = self._control.mapping.view[: layout.ring_offset].cast("Q")
+        inode = self._arena.ref.inode if self._arena else 0
+        layout.format(header, nonce, pid=os.getpid(), arena=inode, name=self._name)
         self._core = SenderCore(
             self._control.mapping.view,
             layout,
@@ -184,7 +186,7 @@ class Sender(Endpoint):
 
     def _make_segment(self, backing: str, kind: str, nbytes: int) -> Segment:
         if backing == "memfd":
-            return Segment.memfd(f"aioarena-{self._name}-{kind}"[:200], nbytes)
+            return Segment.memfd(f"aioarena-{self._name[:180]}-{kind}", nbytes)
         return Segment.shm(kind, nbytes)
 
     # Life cycle ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ index                   written    read        field
 1                       sender     readers     layout version
 2, 3                    sender     readers     channel nonce, 128 random bits
 4 .. 7                  sender     readers     readers, ring capacity (bytes), slots, slot_bytes
+8                       sender     onlookers   pid of the sender, as it sees itself
+9                       sender     onlookers   inode of the arena
+10 .. 15                sender     onlookers   name of the channel, UTF-8, cut off and padded with zeros
 16 (own line)           sender     readers     head: byte cursor of the ring, only grows
 17 (head's line)        sender     readers     messages published
 24 (own line)           sender     readers     sender parked: the tail it waits for, 0 when awake
@@ -16,6 +19,7 @@ index                   written    read        field
 40 + 16 r               sender     reader r    seat: incarnation that owns rank r, 0 when vacant
 41 + 16 r               sender     reader r    head at the moment the seat was given
 42 + 16 r               sender     reader r    messages published at that moment
+43 + 16 r               sender     onlookers   pid of the reader that has or had the seat, as it sees itself
 48 + 16 r (own line)    reader r*  sender      tail: byte cursor up to which reader r is done
 49 + 16 r               reader r*  sender      messages received
 parked + r              reader r   sender      number of this park of reader r, 0 when awake
@@ -42,6 +46,9 @@ READERS_WORD = 4
 RING_WORD = 5
 SLOTS_WORD = 6
 SLOT_BYTES_WORD = 7
+SENDER_PID = 8
+ARENA_INODE = 9
+_NAME = slice(10, 16)
 HEAD = 16
 PUBLISHED = 17
 SENDER_PARKED = 24
@@ -78,6 +85,9 @@ class Layout:
     def seat_number(self, rank: int) -> int:
         return self.seat(rank) + 2
 
+    def seat_pid(self, rank: int) -> int:
+        return self.seat(rank) + 3
+
     def tail(self, rank: int) -> int:
         return self.seat(rank) + 8
 
@@ -109,8 +119,13 @@ class Layout:
     def arena_bytes(self) -> int:
         return self.slots * self.slot_bytes
 
-    def format(self, words: memoryview, nonce: bytes) -> None:
+    def format(self, words: memoryview, nonce: bytes, *, pid: int = 0, arena: int = 0, name: str = "") -> None:
         """Write the header into a zeroed control segment. The magic goes last: half a header is no header."""
+        words[SENDER_PID] = pid
+        words[ARENA_INODE] = arena
+        place = words[_NAME].cast("B")
+        encoded = name.encode()[: place.nbytes]
+        place[: len(encoded)] = encoded
         words[VERSION_WORD] = VERSION
         words[NONCE_WORD] = int.from_bytes(nonce[:8], "little")
         words[NONCE_WORD + 1] = int.from_bytes(nonce[8:], "little")
@@ -119,6 +134,20 @@ class Layout:
         words[SLOTS_WORD] = self.slots
         words[SLOT_BYTES_WORD] = self.slot_bytes
         words[MAGIC_WORD] = MAGIC
+
+    @classmethod
+    def read(cls, words: memoryview) -> Layout:
+        """The sizes that a header gives. Raises ValueError if it is none of this version, or makes no sense."""
+        if words[MAGIC_WORD] != MAGIC:
+            raise ValueError("no channel, or one that is being made")
+        if words[VERSION_WORD] != VERSION:
+            raise ValueError(f"layout version {words[VERSION_WORD]}, this is {VERSION}")
+        return cls(words[READERS_WORD], words[RING_WORD], words[SLOTS_WORD], words[SLOT_BYTES_WORD])
+
+    @staticmethod
+    def name(words: memoryview) -> str:
+        """The channel's name in a header."""
+        return words[_NAME].tobytes().rstrip(b"\0").decode(errors="ignore")
 
     def mismatch(self, words: memoryview, nonce: bytes) -> tuple[str, object, object] | None:
         """Compare a mapped header with what the handle promised: (field, expected, found) of the first difference."""

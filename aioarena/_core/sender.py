@@ -141,8 +141,8 @@ class SenderCore:
 
     # Members ------------------------------------------------------------------------------------------------------
 
-    def join(self, rank: int, incarnation: int) -> Holder:
-        """Seat a reader at a rank nobody sits at. It receives what is published from now on."""
+    def join(self, rank: int, incarnation: int, pid: int = 0) -> Holder:
+        """Seat a reader at a rank nobody sits at. It receives what is published from now on. The pid is for onlookers."""
         assert self.members[rank] is not Membership.JOINED
         if self.members[rank] is Membership.AWAITED:
             self.awaited -= 1
@@ -150,6 +150,7 @@ class SenderCore:
         self.ring.add_reader(rank)
         words[layout.seat_head(rank)] = self.ring.head
         words[layout.seat_number(rank)] = self.ring.published
+        words[layout.seat_pid(rank)] = pid
         # Everything the reader starts from, before the seat that lets it start.
         self._order()
         words[layout.seat(rank)] = incarnation

@@ -43,13 +43,17 @@ def owned_name(suffix: str) -> str:
     return f"aioarena-{me.pid_namespace}-{me.pid}-{me.start_ticks}-{secrets.token_hex(4)}.{suffix}"
 
 
-def sweep(directory: Path) -> list[str]:
+def sweep(directory: Path, *, dry: bool = False) -> list[str]:
     """Remove what processes of this user left behind that are provably dead. Never raises.
 
     A file stays if its owner lives, runs in another pid namespace, or is another user.
 
+    Args:
+        directory: Where to look.
+        dry: Only look.
+
     Returns:
-        The names that were removed.
+        The names that were removed, or would have been.
     """
     removed = []
     with contextlib.suppress(OSError):
@@ -63,7 +67,8 @@ def sweep(directory: Path) -> list[str]:
                     continue
                 if ProcessIdentity(int(match["pid"]), int(match["start"]), namespace).alive:
                     continue
-                os.unlink(entry.path)
+                if not dry:
+                    os.unlink(entry.path)
                 removed.append(entry.name)
     return removed
 

@@ -90,9 +90,9 @@ def test_words_lie_where_version_3_has_them() -> None:
     assert module.VERSION == 3
     assert int.from_bytes(b"AIOARENA", "little") == MAGIC
     assert (HEAD, PUBLISHED, SENDER_PARKED, CLOSED) == (16, 17, 24, 32)
-    places = (layout.seat, layout.seat_head, layout.seat_number, layout.tail, layout.received)
-    assert [place(0) for place in places] == [40, 41, 42, 48, 49]
-    assert [place(1) for place in places] == [56, 57, 58, 64, 65]
+    places = (layout.seat, layout.seat_head, layout.seat_number, layout.seat_pid, layout.tail, layout.received)
+    assert [place(0) for place in places] == [40, 41, 42, 43, 48, 49]
+    assert [place(1) for place in places] == [56, 57, 58, 59, 64, 65]
     assert (layout.parked, layout.done, layout.ring_offset) == (72, 80, 4096)
 
 
@@ -123,4 +123,4 @@ def test_magic_is_stored_last() -> None:
     layout = Layout(readers=2, ring_bytes=128, slots=3, slot_bytes=4096)
     words = Recording(memoryview(bytearray(layout.control_bytes)).cast("Q"))
     layout.format(words, NONCE)  # type: ignore[arg-type]
-    assert [index for index, _ in words.stores].index(MAGIC_WORD) == len(words.stores) - 1 == 7
+    assert [index for index, _ in words.stores].index(MAGIC_WORD) == len(words.stores) - 1 == 9

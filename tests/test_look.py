@@ -1,0 +1,339 @@
+"""Looking from outside: which channels there are, what this machine allows, what dead processes left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aioarena
+from aioarena import Receiver, Sender, cli
+from aioarena._core.layout import MAGIC, VERSION, Layout
+from aioarena._look import commands, doctor
+from aioarena._look.channels import Channel, ChannelView, find
+from aioarena._platform.memory import owned_name
+from aioarena._platform.process import ProcessIdentity
+from tests.conftest import ARENA, RING_BYTES, OpenChannel
+from tests.fronts.support import filled
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(no_leaks: None) -> None:
+    pass
+
+
+def view_of(sender: Sender) -> ChannelView:
+    """The one channel that is this sender's, among all on the machine."""
+    inode = sender.handle.control.inode
+    (view,) = [channel.view() for channel in find()[0] if channel.inode == inode]
+    return view
+
+
+# Channels -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_channel_is_found_with_its_readers(open_channel: OpenChannel) -> None:
+    async with open_channel(2, name="engine") as channel:
+        for number in range(3):
+            await channel.sender.send(number)
+        await channel.receivers[1].recv()
+        view = view_of(channel.sender)
+        assert (view.name, view.pid, view.backing, view.closed) == ("engine", os.getpid(), "memfd", False)
+        assert (view.messages, view.ring_bytes, view.arena_bytes) == (3, RING_BYTES, ARENA.capacity)
+        assert [(reader.rank, reader.pid, reader.seated) for reader in view.readers] == [
+            (0, os.getpid(), True),
+            (1, os.getpid(), True),
+        ]
+        assert [(reader.messages, reader.messages_behind) for reader in view.readers] == [(0, 3), (1, 2)]
+        assert view.readers[0].bytes_behind > view.readers[1].bytes_behind > 0
+
+
+async def test_readers_that_are_awaited_and_have_left(open_channel: OpenChannel) -> None:
+    async with Sender(2, arena=None) as sender:
+        async with Receiver(sender.handle, 1):
+            pass
+        awaited, left = view_of(sender).readers
+        assert (awaited.pid, awaited.seated, awaited.process) == (None, False, "awaited")
+        assert (left.pid, left.seated, left.messages_behind) == (os.getpid(), False, 0)
+
+
+async def test_memory_of_the_arena(open_channel: OpenChannel) -> None:
+    async with open_channel() as channel:
+        assert view_of(channel.sender).arena_in_memory == 0
+        await channel.sender.send(filled(1, 1 << 20))
+        assert view_of(channel.sender).arena_in_memory == 1 << 20
+    async with open_channel(arena=None) as channel:
+        assert (view_of(channel.sender).arena_bytes, view_of(channel.sender).arena_in_memory) == (0, 0)
+
+
+async def test_files_are_found_with_their_name_and_without(open_channel: OpenChannel) -> None:
+    """That of a shm segment goes when all readers are in."""
+    async with Sender(1, arena=ARENA, backing="shm", name="in a file") as sender:
+        assert (view_of(sender).name, view_of(sender).backing) == ("in a file", "shm")
+        async with Receiver(sender.handle, 0):
+            assert not os.path.exists(sender.handle.control.path)
+            assert view_of(sender).backing == "shm"
+            assert view_of(sender).arena_in_memory == 0
+
+
+@pytest.mark.parametrize("name", ["ä" * 100, "x" * 500, ""])
+async def test_any_name(open_channel: OpenChannel, name: str) -> None:
+    """A long one is cut off, between characters; none hides the channel."""
+    async with open_channel(name=name) as channel:
+        seen = view_of(channel.sender).name
+        assert name.startswith(seen)
+        assert len(seen.encode()) == min(48, len(name.encode()))
+
+
+async def test_a_closed_one_whose_readers_are_there(open_channel: OpenChannel) -> None:
+    sender = Sender(1, arena=None)
+    await sender.start()
+    async with Receiver(sender.handle, 0):
+        await sender.aclose()
+        assert view_of(sender).closed
+
+
+async def test_looking_changes_nothing(open_channel: OpenChannel) -> None:
+    async with open_channel() as channel:
+        (found,) = [one for one in find()[0] if one.inode == channel.sender.handle.control.inode]
+        with pytest.raises(TypeError, match="read-only"):
+            found._words[0] = 1
+
+
+@pytest.fixture
+def strange_memory() -> Iterator[Any]:
+    """Makes memory that is named like a channel's, with words of the caller's."""
+    descriptors = []
+
+    def make(*words: int, nbytes: int = 8192) -> int:
+        fd = os.memfd_create("aioarena-strange-control")
+        descriptors.append(fd)
+        os.ftruncate(fd, nbytes)
+        os.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in words), 0)
+        return os.fstat(fd).st_ino
+
+    yield make
+    for fd in descriptors:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("words", "nbytes", "why"),
+    [
+        ((), 64, "no channel, or one that is being made"),
+        ((), 8192, "no channel, or one that is being made"),
+        ((MAGIC, VERSION + 1), 8192, f"layout version {VERSION + 1}, this is {VERSION}"),
+        ((MAGIC, VERSION, 0, 0, 4, 1 << 20, 0, 0), 8192, "its header does not fit its size"),
+    ],
+)
+def test_what_cannot_be_read_is_said(strange_memory: Any, words: tuple[int, ...], nbytes: int, why: str) -> None:
+    inode = strange_memory(*words, nbytes=nbytes)
+    channels, refused = find()
+    assert inode not in [channel.inode for channel in channels]
+    assert (os.getpid(), why) in [(one.pid, one.why) for one in refused]
+
+
+def test_a_channel_that_goes_while_it_is_looked_at() -> None:
+    with pytest.raises(FileNotFoundError):
+        Channel(Path("/proc/self/fd/99999"), "/memfd:aioarena-x-control")
+
+
+async def test_ps_prints_it(open_channel: OpenChannel, capsys: pytest.CaptureFixture[str]) -> None:
+    async with open_channel(2, name="to be printed") as channel:
+        await channel.sender.send(1)
+        await channel.receivers[0].recv()
+        assert commands.ps(as_json=False) == 0
+        lines = capsys.readouterr().out.splitlines()
+        at = next(index for index, line in enumerate(lines) if line.startswith("to be printed"))
+        assert lines[0].split() == ["channel", "pid", "state", "messages", "a", "second", "behind", "arena"]
+        assert f"{os.getpid()}" in lines[at]
+        assert lines[at].endswith("0.0 MiB of 4 MiB")
+        assert lines[at + 1].split()[:3] == ["reader", "0", f"{os.getpid()}"]
+        assert lines[at + 2].split()[-1] == "1"  # behind
+
+
+async def test_ps_for_programs(open_channel: OpenChannel, capsys: pytest.CaptureFixture[str]) -> None:
+    async with open_channel(name="for programs") as channel:
+        await channel.sender.send(1)
+        assert commands.ps(as_json=True) == 0
+        document = json.loads(capsys.readouterr().out)
+        (found,) = [one for one in document["channels"] if one["name"] == "for programs"]
+        assert (found["messages"], found["messages_per_second"], found["readers"][0]["messages_behind"]) == (1, 0.0, 1)
+    assert "unreadable" in document
+
+
+def test_ps_without_channels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(commands, "find", lambda: ([], []))
+    assert cli.main(["ps"]) == 0
+    assert capsys.readouterr().out == "no channels of this user\n"
+
+
+async def test_another_process_sees_it(open_channel: OpenChannel) -> None:
+    async with open_channel(name="seen from elsewhere") as channel:
+        done = subprocess.run(
+            [sys.executable, "-m", "aioarena", "ps", "--json"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        (found,) = [one for one in json.loads(done.stdout)["channels"] if one["name"] == "seen from elsewhere"]
+        assert found["pid"] == os.getpid()
+        await channel.sender.send("undisturbed")
+        assert await channel.receiver.recv() == "undisturbed"
+
+
+def test_the_header_says_its_sizes() -> None:
+    layout = Layout(readers=3, ring_bytes=64 << 10, slots=7, slot_bytes=4096)
+    words = memoryview(bytearray(layout.control_bytes)).cast("Q")
+    layout.format(words, bytes(16), pid=1234, name="name")
+    assert Layout.read(words) == layout
+    assert Layout.name(words) == "name"
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tests run here, so channels do."""
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if not line.startswith(" ")]) == len(doctor._CHECKS)
+    assert {line.split()[0] for line in lines} <= {"ok", "warn", "->"}
+    assert cli.main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert [finding["grade"] for finding in findings if finding["what"] in ("system", "memfd", "pidfd", "sockets")] == [
+        "ok"
+    ] * 4
+
+
+def test_what_fails_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def _refused(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", _refused)
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("fail  pidfd"))
+    assert "Operation not permitted" in lines[at]
+    assert lines[at + 1].strip().startswith("-> Linux 5.3 or later")
+
+
+@pytest.mark.parametrize(
+    ("limits", "grade"), [((64, 4096), "warn"), ((1024, 4096), "ok"), ((-1, -1), "ok")], ids=["few", "enough", "no limit"]
+)
+def test_descriptors(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], grade: str) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    assert doctor._descriptors().grade == grade
+
+
+@pytest.mark.parametrize(("left", "grade"), [(1 << 30, "warn"), (8 << 30, "ok"), (None, "ok")])
+def test_memory(monkeypatch: pytest.MonkeyPatch, left: int | None, grade: str) -> None:
+    """A container's limit counts as the machine's does."""
+    monkeypatch.setattr("aioarena._platform.memory.available_memory", lambda: 64 << 30)
+    monkeypatch.setattr("aioarena._platform.memory.cgroup_headroom", lambda: left)
+    finding = doctor._free_memory()
+    assert finding.grade == grade
+    assert ("raise the limit" in finding.remedy) == (grade == "warn")
+
+
+def test_a_small_mount_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers have it by default: nothing that the default backing minds."""
+
+    class Status:
+        f_frsize, f_blocks, f_bavail = 4096, (64 << 20) // 4096, (64 << 20) // 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Status)
+    finding = doctor._shared_memory_mount()
+    assert (finding.grade, finding.found) == ("warn", "/dev/shm: 64.0 MiB of 64.0 MiB free")
+    assert 'backing="shm"' in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "fences", "grade"), [("libatomic", True, "ok"), ("lock", True, "ok"), ("lock", False, "warn")]
+)
+def test_fences(monkeypatch: pytest.MonkeyPatch, kind: str, fences: bool, grade: str) -> None:
+    monkeypatch.setattr("aioarena._core.words._kind", kind)
+    monkeypatch.setattr("aioarena._core.words.FENCES", fences)
+    assert doctor._fence().grade == grade
+
+
+def test_what_cannot_be_found_out_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _no_such_thing() -> doctor.Finding:
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(doctor, "_CHECKS", [_no_such_thing])
+    (finding,) = doctor.examine()
+    assert (finding.what, finding.grade) == ("no such thing", "warn")
+    assert "not here" in finding.found
+
+
+# What is left behind ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """A socket of a dead process, and one of ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(doctor, "directories", lambda: [tmp_path / f"aioarena-{os.getuid()}"])
+    directory = tmp_path / f"aioarena-{os.getuid()}"
+    directory.mkdir()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    identity = ProcessIdentity.current()
+    os.waitpid(child, 0)
+    dead = directory / f"aioarena-{identity.pid_namespace}-{child}-{identity.start_ticks}-0123abcd.sock"
+    own = directory / owned_name("sock")
+    for path in (dead, own):
+        path.touch()
+    yield dead, own
+    own.unlink()
+    dead.unlink(missing_ok=True)
+
+
+def test_clean_only_lists(leftovers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    dead, own = leftovers
+    assert cli.main(["clean"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [str(dead)]
+    assert "--yes" in captured.err
+    assert dead.exists()
+    assert own.exists()
+    assert doctor._left_behind().grade == "warn"
+
+
+def test_clean_removes_what_the_dead_left(leftovers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    dead, own = leftovers
+    assert cli.main(["clean", "--yes"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"removed {dead}"]
+    assert not dead.exists()
+    assert own.exists()
+    assert cli.main(["clean"]) == 0
+    assert capsys.readouterr().out == "nothing of dead processes was found\n"
+    assert doctor._left_behind().grade == "ok"
+
+
+def test_where_it_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"aioarena-{os.getuid()}-1").mkdir()
+    (tmp_path / f"aioarena-{os.getuid()}-2").symlink_to("/")
+    assert tmp_path / f"aioarena-{os.getuid()}-1" in doctor.directories()
+    assert tmp_path / f"aioarena-{os.getuid()}-2" not in doctor.directories()
+    assert Path("/dev/shm") in doctor.directories()
+
+
+def test_the_version_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"aioarena {aioarena.__version__}\n"
