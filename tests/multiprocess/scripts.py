@@ -101,8 +101,8 @@ async def reader(
 def _saying_when_it_asks(link: Link) -> Iterator[None]:
     join = ReceiverWire.join
 
-    def join_and_say(wire: ReceiverWire, identity: ProcessIdentity) -> None:
-        join(wire, identity)
+    def join_and_say(wire: ReceiverWire, *said: Any) -> None:
+        join(wire, *said)
         link.put("asked")
 
     ReceiverWire.join = join_and_say  # type: ignore[method-assign]
