@@ -8,6 +8,7 @@ from aioarena._platform.support import check as _check
 
 _check()
 
+from aioarena._groups import from_process_group  # noqa: E402
 from aioarena._types import ArenaConfig, Handle, ReaderStatus, ReceiverStatistics, SenderStatistics  # noqa: E402
 from aioarena.exceptions import (  # noqa: E402
     ArenaError,
@@ -17,6 +18,7 @@ from aioarena.exceptions import (  # noqa: E402
     EncodeError,
     EndOfChannel,
     EvictedError,
+    GroupError,
     HandleError,
     InternalError,
     NoSpaceError,
@@ -39,6 +41,7 @@ __all__ = [
     "EncodeError",
     "EndOfChannel",
     "EvictedError",
+    "GroupError",
     "Handle",
     "HandleError",
     "InternalError",
@@ -54,6 +57,7 @@ __all__ = [
     "TimedOutError",
     "WouldBlock",
     "WrongContextError",
+    "from_process_group",
 ]
 
 __version__ = "0.1.0"

@@ -22,13 +22,13 @@ from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack
 import numpy as np
 import torch
 
-from aioarena import receiver, sender
+from aioarena import _groups, receiver, sender
 from aioarena._asyncio import State
 from aioarena._driver import LoopDriver
 from aioarena._types import ArenaConfig, Handle, ReceiverStatistics, SenderStatistics
 from aioarena.exceptions import ClosedError, EndOfChannel
 
-__all__ = ["Receiver", "ReceiverOptions", "Sender", "SenderOptions"]
+__all__ = ["Receiver", "ReceiverOptions", "Sender", "SenderOptions", "from_process_group"]
 
 T = TypeVar("T")
 E = TypeVar("E", sender.Sender, receiver.Receiver)
@@ -425,6 +425,27 @@ class Receiver(_BlockingEnd[receiver.Receiver]):
     def statistics(self) -> ReceiverStatistics:
         """A snapshot of counters and state. Cheap; may be called any time, also after close."""
         return self._end.statistics() if self._driver is None else self._driver.call(self._end.statistics)
+
+
+def from_process_group(
+    group: Any = None,
+    src: int = 0,
+    *,
+    sender: SenderOptions | None = None,
+    receiver: ReceiverOptions | None = None,
+) -> Sender | Receiver:
+    """As :func:`aioarena.from_process_group`, with a blocking Sender and blocking Receivers. Ranks may mix both calls."""
+    end: Sender | Receiver = asyncio.run(
+        _groups.connect(
+            group,
+            src,
+            lambda readers: Sender(readers, **(sender or {})),
+            lambda handle, rank: Receiver(handle, rank, **(receiver or {})),
+            lambda end: asyncio.to_thread(end.start),  # not beside the loop that runs here
+            lambda end: asyncio.to_thread(end.close),
+        )
+    )
+    return end
 
 
 async def _close(end: sender.Sender | receiver.Receiver) -> None:

@@ -15,6 +15,7 @@
     ├── EncodeError          the object does not pickle (TypeError)  fix the object; nothing was sent
     ├── DecodeError          a message does not unpickle here        that message is consumed; go on
     ├── HandleError          not a handle this version can attach    match versions, hosts and users
+    ├── GroupError           not all ranks of a group could attach   see which, and why
     ├── NoSpaceError         memory is not there (OSError)           free or raise it
     ├── WrongContextError    wrong loop, thread or forked process    use it where it was started
     └── InternalError        an invariant broke                      report it
@@ -35,6 +36,7 @@ __all__ = [
     "EncodeError",
     "EndOfChannel",
     "EvictedError",
+    "GroupError",
     "HandleError",
     "InternalError",
     "NoSpaceError",
@@ -152,6 +154,10 @@ class HandleError(ArenaError):
         super().__init__(message)
         self.expected = expected
         self.found = found
+
+
+class GroupError(ArenaError):
+    """A process group got no channel, since one of its ranks could not make or attach it; raised at all of them."""
 
 
 class NoSpaceError(ArenaError, OSError):

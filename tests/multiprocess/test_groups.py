@@ -1,0 +1,261 @@
+"""A channel among the ranks of a torch.distributed group: real processes, gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import aioarena
+from aioarena import GroupError, HandleError, Receiver, Sender, blocking, from_process_group
+from tests.conftest import PATIENCE
+
+pytestmark = pytest.mark.multiprocess
+
+WORLD = 4
+SMALL: dict[str, Any] = {"arena": aioarena.ArenaConfig(slots=16, min_bytes=1000)}
+
+
+# What each rank does ----------------------------------------------------------------------------------------------------
+
+
+async def exchange(end: Sender | Receiver) -> Any:
+    """The sender sends a step and a tensor; what a reader got of them."""
+    async with asyncio.timeout(PATIENCE):
+        if isinstance(end, Sender):
+            await end.send("step")
+            await end.send(torch.arange(5000))
+            await end.aclose()
+            return "sent"
+        got = [message async for message in end]
+        rank = end.rank
+        await end.aclose()
+        return rank, got[0], int(got[1].sum())
+
+
+def exchange_blocking(end: blocking.Sender | blocking.Receiver) -> Any:
+    if isinstance(end, blocking.Sender):
+        end.send("step", PATIENCE)
+        end.send(torch.arange(5000), PATIENCE)
+        end.close()
+        return "sent"
+    got = list(end)
+    rank = end.rank
+    end.close()
+    return rank, got[0], int(got[1].sum())
+
+
+def default_group(rank: int) -> Any:
+    async def main() -> Any:
+        return await exchange(await from_process_group(sender=SMALL))
+
+    return asyncio.run(main())
+
+
+def another_source(rank: int) -> Any:
+    async def main() -> Any:
+        return await exchange(await from_process_group(None, 2, sender=SMALL, receiver={"private": True}))
+
+    return asyncio.run(main())
+
+
+def subgroup(rank: int) -> Any:
+    """Ranks of the group are not those of the world."""
+    group = dist.new_group([1, 3])  # collective for all
+
+    async def main() -> Any:
+        return await exchange(await from_process_group(group, 1, sender=SMALL))
+
+    return asyncio.run(main()) if rank in (1, 3) else None
+
+
+def blocking_ends(rank: int) -> Any:
+    return exchange_blocking(blocking.from_process_group(sender={"arena": None}))
+
+
+def mixed_ends(rank: int) -> Any:
+    if rank % 2:
+        return exchange_blocking(blocking.from_process_group(src=1))
+
+    async def main() -> Any:
+        return await exchange(await from_process_group(src=1))
+
+    return asyncio.run(main())
+
+
+def says(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def one_cannot_attach(rank: int) -> Any:
+    """As on another host: what the handle names is not there."""
+    if rank == 2:
+
+        async def start(self: Receiver) -> None:
+            raise HandleError("the memory of the channel is not to be found from here")
+
+        original, Receiver.start = Receiver.start, start  # type: ignore[method-assign]
+    try:
+        return asyncio.run(from_process_group(sender=SMALL))
+    except GroupError as error:
+        return says(error)
+    finally:
+        if rank == 2:
+            Receiver.start = original  # type: ignore[method-assign]
+
+
+def source_cannot_send(rank: int) -> Any:
+    try:
+        return blocking.from_process_group(sender={"ring_bytes": 1})
+    except GroupError as error:
+        return says(error)
+
+
+def another_version(rank: int) -> Any:
+    """A rank with another build of the library cannot even read the handle."""
+    if rank == 3:
+        import aioarena._types as types
+
+        types.VERSION, version = 1, types.VERSION
+    try:
+        return asyncio.run(from_process_group(sender=SMALL))
+    except GroupError as error:
+        return says(error)
+    finally:
+        if rank == 3:
+            types.VERSION = version
+
+
+def no_such_source(rank: int) -> Any:
+    try:
+        return asyncio.run(from_process_group(src=WORLD))
+    except ValueError as error:
+        return says(error)
+
+
+def not_in_the_group(rank: int) -> Any:
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        return None
+    try:
+        return asyncio.run(from_process_group(group))
+    except ValueError as error:
+        return says(error)
+
+
+TASKS: list[Callable[[int], Any]] = [
+    default_group,
+    another_source,
+    subgroup,
+    blocking_ends,
+    mixed_ends,
+    one_cannot_attach,
+    source_cannot_send,
+    another_version,
+    no_such_source,
+    not_in_the_group,
+    default_group,  # after all that, it still works
+]
+
+
+def run_rank(rank: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    try:
+        for task in TASKS:
+            pipe.send(task(rank))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[Any]]]:
+    """For each task what it returned at each rank. All in one group of processes, since starting one takes seconds."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(WORLD):
+        ours, theirs = spawn.Pipe(duplex=False)
+        process = spawn.Process(target=run_rank, args=(rank, str(store), theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        found = []
+        for _ in TASKS:
+            row = []
+            for pipe in pipes:
+                assert pipe.poll(4 * PATIENCE), f"a rank hangs after {found}"
+                row.append(pipe.recv())
+            found.append(row)
+        yield found
+    finally:
+        for process in processes:
+            process.join(PATIENCE)
+            process.kill()
+        for pipe in pipes:
+            pipe.close()
+
+
+SUM = sum(range(5000))
+
+
+def of(outcomes: list[list[Any]], task: Callable[[int], Any], last: bool = False) -> list[Any]:
+    indices = [index for index, each in enumerate(TASKS) if each is task]
+    return outcomes[indices[-1 if last else 0]]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_every_rank_has_its_end(outcomes: list[list[Any]], last: bool) -> None:
+    assert of(outcomes, default_group, last) == ["sent", *((rank, "step", SUM) for rank in range(3))]
+
+
+def test_readers_are_numbered_around_the_sender(outcomes: list[list[Any]]) -> None:
+    assert of(outcomes, another_source) == [(0, "step", SUM), (1, "step", SUM), "sent", (2, "step", SUM)]
+
+
+def test_a_subgroup(outcomes: list[list[Any]]) -> None:
+    assert of(outcomes, subgroup) == [None, (0, "step", SUM), None, "sent"]
+
+
+def test_blocking_ends(outcomes: list[list[Any]]) -> None:
+    assert of(outcomes, blocking_ends) == ["sent", *((rank, "step", SUM) for rank in range(3))]
+    assert of(outcomes, mixed_ends) == [(0, "step", SUM), "sent", (1, "step", SUM), (2, "step", SUM)]
+
+
+def test_one_that_cannot_attach_is_told_to_all(outcomes: list[list[Any]]) -> None:
+    for kind, text in of(outcomes, one_cannot_attach):
+        assert kind == "GroupError"
+        assert "rank 2 could not attach: HandleError: the memory of the channel is not to be found from here" in text
+
+
+def test_a_source_that_cannot_send_is_told_to_all(outcomes: list[list[Any]]) -> None:
+    for kind, text in of(outcomes, source_cannot_send):
+        assert kind == "GroupError"
+        assert "rank 0, which was to send" in text
+        assert "ring_bytes must be at least" in text
+
+
+def test_another_version_is_told_to_all(outcomes: list[list[Any]]) -> None:
+    for kind, text in of(outcomes, another_version):
+        assert kind == "GroupError"
+        assert "rank 3 could not attach: HandleError: the handle has layout version" in text
+
+
+def test_wrong_arguments(outcomes: list[list[Any]]) -> None:
+    assert of(outcomes, no_such_source) == [("ValueError", "src must be from 0 to 3, not 4: it is a rank of the group")] * 4
+    assert of(outcomes, not_in_the_group)[2:] == [("ValueError", "this process is not in the group")] * 2
+
+
+async def test_without_torch_distributed() -> None:
+    with pytest.raises(RuntimeError, match="call init_process_group first"):
+        await from_process_group()
