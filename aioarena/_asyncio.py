@@ -50,10 +50,12 @@ class Endpoint(ABC):
         self._state = State.NEW
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: set[asyncio.Future[None]] = set()
+        self._finished: asyncio.Future[None] | None = None  # while it closes
         self._credit = BREATH
         self._tick_timer: asyncio.TimerHandle | None = None
         self._tick_pause = 1  # before the next tick, in units of TICK
         self._watched: set[int] = set()
+        self._draining: asyncio.Handle | None = None  # a look at the wire in the next turn of the loop
         self._fault: Callable[[Any], ArenaError] | None = Endpoint._not_started
         _endpoints.add(self)
 
@@ -84,6 +86,42 @@ class Endpoint(ABC):
         self._loop = asyncio.get_running_loop()
         self._state = State.STARTING
         return self._loop
+
+    # Closing ------------------------------------------------------------------------------------------------------
+
+    async def _begin_closing(self) -> bool:
+        """Begin to close; False if there is nothing more to do, after waiting for another call that closes."""
+        if self._state is State.CLOSED:
+            return False
+        if self._born_elsewhere():
+            raise self._forked()
+        if self._state is State.NEW:
+            self._abandon()
+            self._finish()
+            return False
+        self._check_loop()
+        if self._state is State.CLOSING:
+            assert self._finished is not None
+            await asyncio.shield(self._finished)
+            return False
+        assert self._loop is not None
+        self._state = State.CLOSING
+        self._finished = self._loop.create_future()
+        self._fault = Endpoint._closed
+        self._notify_all()
+        return True
+
+    def _abandon(self) -> None:  # noqa: B027 - for a sender only
+        """Tell whoever may wait for it that this end, which was never started, never will be."""
+
+    def _finish(self) -> None:
+        self._state = State.CLOSED
+        self._fault = Endpoint._closed
+        self._detach_from_loop()
+        self._release_resources()
+        self._notify_all()
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)
 
     def _raise_fault(self) -> None:
         """Raise what keeps this call from going on; to be called when the quick check saw something."""
@@ -117,6 +155,10 @@ class Endpoint(ABC):
             if not waiter.done():
                 waiter.set_result(None)
 
+    def _notify_all(self) -> None:
+        """Wake all that wait, however they do."""
+        self._notify()
+
     async def _breathe(self) -> None:
         """Give other tasks a turn. Called before an operation, never between its effect and its return."""
         self._credit = BREATH
@@ -145,6 +187,24 @@ class Endpoint(ABC):
             self._watched.discard(fd)
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(fd)
+
+    def _drain_later(self) -> None:
+        """Look at the wire in the next turn, if something is there: sending may have eaten the edge of its descriptor."""
+        if self._draining is None and self._has_mail():
+            assert self._loop is not None
+            self._draining = self._loop.call_soon(self._drain_now)
+
+    def _drain_now(self) -> None:
+        self._draining = None
+        self._on_wire()
+
+    @abstractmethod
+    def _has_mail(self) -> bool:
+        """Whether there is something on the wire."""
+
+    @abstractmethod
+    def _on_wire(self) -> None:
+        """Take in what is on the wire."""
 
     def _tick_after(self, pause: int) -> None:
         assert self._loop is not None
@@ -175,7 +235,10 @@ class Endpoint(ABC):
         """Look at what needs no wake-up."""
 
     def _detach_from_loop(self) -> None:
-        """Take everything of ours off the loop."""
+        """Take everything of ours off the loop, so that it refers to us no more."""
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
         if self._tick_timer is not None:
             self._tick_timer.cancel()
             self._tick_timer = None

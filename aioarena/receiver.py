@@ -124,7 +124,6 @@ class Receiver(Endpoint):
         self._asked = self._ask_again = 0.0  # when it asked for its seat, and seconds from then to the next warning
         self._parks = 0
         self._decode_errors = 0
-        self._finished: asyncio.Future[None] | None = None
 
     def _survives_fork(self) -> bool:
         return self._state is State.NEW
@@ -271,23 +270,8 @@ class Receiver(Endpoint):
 
         Receives that are waiting raise :class:`ClosedError`. Closing twice is harmless.
         """
-        if self._state is State.CLOSED:
+        if not await self._begin_closing():
             return
-        if self._born_elsewhere():
-            raise self._forked()
-        if self._state is State.NEW:
-            self._finish()
-            return
-        self._check_loop()
-        if self._state is State.CLOSING:
-            assert self._finished is not None
-            await asyncio.shield(self._finished)
-            return
-        assert self._loop is not None
-        self._state = State.CLOSING
-        self._finished = self._loop.create_future()
-        self._fault = Endpoint._closed
-        self._notify()
         try:
             # They see the fault, or end by themselves. Their copies run in threads that closing would wait for, blocking.
             while self._receiving or self._moving:
@@ -313,15 +297,6 @@ class Receiver(Endpoint):
                 # The sender empties the seat once it has read the leave, and can give it to another from then on.
                 while core.seated and not core.closed and not self._sender_dead and not wire.disconnected:
                     await self._changed()
-
-    def _finish(self) -> None:
-        self._state = State.CLOSED
-        self._fault = Endpoint._closed
-        self._detach_from_loop()
-        self._release_resources()
-        self._notify()
-        if self._finished is not None and not self._finished.done():
-            self._finished.set_result(None)
 
     def _release_resources(self) -> None:
         if self._last_words is not None:
@@ -601,10 +576,8 @@ class Receiver(Endpoint):
         self._bell.silence()
         self._notify()
 
-    def _drain_later(self) -> None:
-        if self._wire is not None and self._wire.readable():
-            assert self._loop is not None
-            self._loop.call_soon(self._on_wire)
+    def _has_mail(self) -> bool:
+        return self._wire is not None and self._wire.readable()
 
     def _on_sender_death(self) -> None:
         assert self._sender_pidfd is not None

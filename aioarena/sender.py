@@ -182,7 +182,6 @@ class Sender(Endpoint):
         self._log_fallback = FallbackLog(self._name, self._core.arena)
         self._stalls: Stalls | None = None
         self._foreign_reported = 0
-        self._finished: asyncio.Future[None] | None = None
 
     def _make_segment(self, backing: str, kind: str, nbytes: int) -> Segment:
         if backing == "memfd":
@@ -236,24 +235,8 @@ class Sender(Endpoint):
         seconds, and says in the log which reader was behind if that was not enough. Closing twice is harmless. Cancelled,
         it closes at once and drops what is under way.
         """
-        if self._state is State.CLOSED:
+        if not await self._begin_closing():
             return
-        if self._born_elsewhere():
-            raise self._forked()
-        if self._state is State.NEW:
-            self._core.ring.close()  # as in __del__
-            self._finish()
-            return
-        self._check_loop()
-        if self._state is State.CLOSING:
-            assert self._finished is not None
-            await asyncio.shield(self._finished)
-            return
-        assert self._loop is not None
-        self._state = State.CLOSING
-        self._finished = self._loop.create_future()
-        self._fault = Endpoint._closed
-        self._notify_all()
         try:
             try:
                 # Sends under way hold spans and run copies; they see the fault and give both back.
@@ -287,14 +270,8 @@ class Sender(Endpoint):
                 who,
             )
 
-    def _finish(self) -> None:
-        self._state = State.CLOSED
-        self._fault = Endpoint._closed
-        self._detach_from_loop()
-        self._release_resources()
-        self._notify_all()
-        if self._finished is not None and not self._finished.done():
-            self._finished.set_result(None)
+    def _abandon(self) -> None:
+        self._core.ring.close()  # as in __del__
 
     def _release_resources(self) -> None:
         if self._members is not None:
@@ -612,11 +589,8 @@ class Sender(Endpoint):
         self._wire.wake()
         self._drain_later()
 
-    def _drain_later(self) -> None:
-        # Sending may have eaten the edge of the descriptor: see wire.py.
-        if self._wire is not None and self._wire.readable():
-            assert self._loop is not None
-            self._loop.call_soon(self._on_wire)
+    def _has_mail(self) -> bool:
+        return self._wire is not None and self._wire.readable()
 
     def _on_wire(self) -> None:
         if self._wire is None or self._members is None or self._state is State.CLOSED:

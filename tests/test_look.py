@@ -229,6 +229,14 @@ def test_what_fails_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, cap
     assert lines[at + 1].strip().startswith("-> Linux 5.3 or later")
 
 
+@pytest.mark.parametrize(("names", "says"), [([], "nothing is pinned, all works"), (["GPU 5000"], "GPU 5000: readers pin")])
+def test_gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], says: str) -> None:
+    monkeypatch.setattr("aioarena._platform.accelerator.devices", lambda: names)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert says in doctor._gpu().found
+    assert doctor._locked_memory().grade == ("warn" if names else "ok")
+
+
 @pytest.mark.parametrize(
     ("limits", "grade"), [((64, 4096), "warn"), ((1024, 4096), "ok"), ((-1, -1), "ok")], ids=["few", "enough", "no limit"]
 )

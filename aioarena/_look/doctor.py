@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from aioarena._core import words
-from aioarena._platform import memory, support
+from aioarena._platform import accelerator, memory, support
 from aioarena._platform.process import ProcessIdentity
 from aioarena._platform.wire import new_address
 from aioarena._types import DEFAULT_RING_BYTES, ArenaConfig
@@ -165,7 +165,7 @@ def _descriptors() -> Finding:
 def _locked_memory() -> Finding:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     found = f"ulimit -l is {'not set' if soft < 0 else _size(soft)}"
-    if torch.cuda.is_available() and 0 <= soft < ArenaConfig().capacity:
+    if accelerator.devices() and 0 <= soft < ArenaConfig().capacity:
         return Finding("locked memory", WARN, found, "some drivers count pinned memory: raise it if pinning fails")
     return Finding("locked memory", OK, found)
 
@@ -197,11 +197,11 @@ def _loops() -> Finding:
 
 
 def _gpu() -> Finding:
-    if not torch.cuda.is_available():
+    names = accelerator.devices()
+    if not names:
         why = "a torch without CUDA" if torch.version.cuda is None else "no device"
         return Finding("CUDA", OK, f"torch {torch.__version__}, {why}: nothing is pinned, all works")
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return Finding("CUDA", OK, f"torch {torch.__version__}, {names}: readers pin the arena once they use it")
+    return Finding("CUDA", OK, f"torch {torch.__version__}, {', '.join(names)}: readers pin the arena once they use it")
 
 
 def _numa() -> Finding:

@@ -246,6 +246,11 @@ _pin_lock = threading.Lock()
 _claimed: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 
+def devices() -> list[str]:
+    """Names of the GPUs that torch can use here; empty if none. Initialises CUDA in torch: only for a process that looks."""
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
 def claim_pinning(mapping: Mapping) -> bool:
     """Whether the caller is the one to pin a mapping: true once per process and mapping."""
     with _pin_lock:
