@@ -247,7 +247,7 @@ _claimed: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 
 def devices() -> list[str]:
-    """Names of the GPUs that torch can use here; empty if none. Initialises CUDA in torch: only for a process that looks."""
+    """Names of the GPUs that torch can use here; empty if none. Initialises CUDA: only for a process that just looks."""
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
