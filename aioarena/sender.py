@@ -590,8 +590,8 @@ class Sender(Endpoint):
             self._core.fallbacks[NOT_DIVERTIBLE] += plan.undivertible
         if sleepers := self._core.sleepers():
             self._wake(sleepers)
-        elif placed.frames:
-            self._drain_later()
+        if placed.frames:
+            self._drain_later()  # a bell does not, and frames went through the socket
         if placed.frames and self._core.arena.slots:
             self._log_fallback(placed, time.monotonic(), self._spans_held)
 
