@@ -152,15 +152,19 @@ async def test_a_reader_in_another_pid_namespace_makes_no_bell(monkeypatch: pyte
         assert await receiving == "here"
 
 
-async def test_descriptors_of_many_readings_come_back(open_channel: OpenChannel) -> None:
-    """One end in the sender for each seat, however often it was taken."""
-    async with Sender(1, wake="pipe", arena=ArenaConfig(slots=4)) as sender, asyncio.timeout(PATIENCE):
+@pytest.mark.parametrize("nbytes", [10, 1 << 20])
+async def test_descriptors_of_many_readings_come_back(nbytes: int) -> None:
+    """One end in the sender for each seat, however often it was taken; and no more for who left with a tensor in hand."""
+    async with Sender(1, wake="pipe", arena=ArenaConfig(slots=64)) as sender, asyncio.timeout(PATIENCE):
         before: int | None = None
-        for _ in range(10):
+        for number in range(12):
             async with Receiver(sender.handle, 0) as reader:
-                await sender.send(1)
-                await reader.recv()
+                await sender.send(filled(number, nbytes))
+                tensor = await reader.recv()
+            del reader
             await until(lambda: sender.statistics().readers[0].state == "left")
+            assert shows(tensor, number)
+            del tensor
             if before is None:
                 before = len(os.listdir("/proc/self/fd"))
             # Not at once: a thread of ZMQ closes what was the reader's socket.
