@@ -282,7 +282,7 @@ class LoopDriver:
         Whatever interrupts it between two steps cancels the coroutine, and is raised when that has ended.
         """
         waited: asyncio.Future[Any] | None = None
-        throw = False
+        throw = late = False
         interruption: BaseException | None = None
         try:
             while True:
@@ -294,6 +294,11 @@ class LoopDriver:
                         else:
                             waited = coroutine.send(None)
                     self._wait(waited, deadline)
+                    if waited is None and deadline is not None and time.monotonic() >= deadline:
+                        # A reader that spins gives turns for as long as it likes. The first one may bring the message.
+                        if late:
+                            raise _Expired
+                        late = True
                 except StopIteration as done:
                     if interruption is None or isinstance(interruption, _Expired):
                         value: T = done.value
