@@ -30,8 +30,8 @@ from aioarena import (
     WrongContextError,
     blocking,
 )
-from aioarena._driver import IDLE, _Selector
-from tests.conftest import ARENA
+from aioarena._driver import IDLE, LoopDriver, _Selector
+from tests.conftest import ARENA, PATIENCE
 from tests.fronts.support import fill_ring, filled, in_arena, shows
 from tests.fronts.threads import Call, blocking_channel, calls_wait, caretaker_leads, eventually
 from tests.multiprocess.messages import CHANNEL, KINDS, message, verify
@@ -345,6 +345,30 @@ def test_two_threads_close() -> None:
             call.result()
         assert sender._driver._loop.is_closed()
         assert receiver._driver._loop.is_closed()
+
+
+def test_two_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is too late, and leaves what the other started alone."""
+    both = threading.Barrier(2)
+
+    def make_driver(label: str) -> LoopDriver:
+        driver = LoopDriver(label)
+        both.wait(PATIENCE)
+        return driver
+
+    sender = blocking.Sender(1, arena=None)
+    monkeypatch.setattr(blocking, "LoopDriver", make_driver)
+    errors = []
+    for starting in [Call(sender.start) for _ in range(2)]:
+        try:
+            starting.result()
+        except ClosedError as error:
+            errors.append(str(error))
+    assert len(errors) == 1
+    assert "was started before" in errors[0]
+    with pytest.raises(TimedOutError):
+        sender.wait_ready(timeout=0)
+    sender.close()
 
 
 def test_messages_of_several_threads_go_out_in_the_order_of_the_calls() -> None:
