@@ -157,6 +157,7 @@ class _Wait:
             self._timer = self._loop.call_at(deadline, self._expire)
         if self.main:
             self._holding_back = True
+            _holding_back.append(self)
             for number in _SIGNALS:
                 handler = _getsignal(number)
                 if callable(handler):
@@ -175,6 +176,8 @@ class _Wait:
             signal.set_wakeup_fd(-1)
         # From here on what is still installed of ours raises.
         self._holding_back = False
+        if self in _holding_back:
+            _holding_back.remove(self)
         for number, handler in reversed(self._handlers.items()):
             if _getsignal(number) == self._on_signal:  # else a handler has changed it
                 _signal(number, handler)
@@ -445,9 +448,13 @@ class LoopDriver:
 
 
 _drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
+_holding_back: list[_Wait] = []  # the waits of the main thread, from the outermost on
 
 
 def _after_fork_in_child() -> None:
+    # Another thread may have forked while the main thread waited: nobody waits here, and signals are the child's own.
+    for wait in reversed(_holding_back.copy()):
+        wait.end()
     for driver in list(_drivers):
         driver.forget_parent()
 

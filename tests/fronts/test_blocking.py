@@ -526,6 +526,27 @@ def test_a_signal_interrupts_a_call_beside_a_leader(interrupt: Callable[..., Cal
         assert other.result() == 1
 
 
+def test_a_child_that_is_forked_while_the_main_thread_waits_has_its_own_signals(interrupt: Callable[..., Call]) -> None:
+    """Nobody waits in it who would raise what a handler raised: it could not even be interrupted."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+
+    def fork() -> int:
+        calls_wait(receiver)
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                same = {number: signal.getsignal(number) for number in handlers} == handlers
+                os._exit(0 if same and signal.set_wakeup_fd(-1) == -1 else 1)
+            os._exit(2)
+        sender.send("forked")
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with blocking_channel() as (sender, receiver):
+        forking = Call(fork)
+        assert receiver.recv() == "forked"
+        assert forking.result() == 0
+
+
 def test_the_main_thread_takes_the_lead() -> None:
     """Only what sleeps in the selector is sure to be woken by a signal."""
     with blocking_channel() as (sender, receiver):
