@@ -26,6 +26,7 @@ import torch
 from aioarena import receiver, sender
 from aioarena._asyncio import State
 from aioarena._driver import LoopDriver
+from aioarena._platform.process import require_descriptors
 from aioarena._types import ArenaConfig, Handle, ReceiverStatistics, SenderStatistics
 from aioarena.exceptions import ClosedError, EndOfChannel
 
@@ -70,6 +71,7 @@ class _BlockingEnd(Generic[E]):
         if self._end._born_elsewhere():
             raise self._end._forked()
         _check_timeout(timeout)
+        require_descriptors()  # the loop takes some, too
         driver = LoopDriver(self._end._label) if self._startable else None
         with self._claim:  # from other threads that start or close it at the same time
             if self._startable:
