@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -130,8 +131,9 @@ class _BlockingEnd(Generic[E]):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        driver = getattr(self, "_driver", None)
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's exit modules are half gone, and nobody is left who would close it.
+        driver = None if exiting() else getattr(self, "_driver", None)
         if driver is None or self._end._state is State.CLOSED or self._end._born_elsewhere():
             return
         driver.abandon(self._end.aclose)

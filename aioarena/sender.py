@@ -8,10 +8,11 @@ import logging
 import math
 import os
 import secrets
+import sys
 import time
 from asyncio import _get_running_loop as running_loop
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -222,8 +223,10 @@ class Sender(Endpoint):
         self._fault = None
         self._on_wire()
 
-    def __del__(self) -> None:
-        if getattr(self, "_state", None) is State.NEW and hasattr(self, "handle") and self.handle.sender.pid == os.getpid():
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's exit modules are half gone, and readers learn of the exit by themselves.
+        new = not exiting() and getattr(self, "_state", None) is State.NEW and hasattr(self, "handle")
+        if new and self.handle.sender.pid == os.getpid():
             self._core.ring.close()  # readers may be waiting for the start; their slow timer sees it
         super().__del__()
 
