@@ -77,8 +77,8 @@ class Sender(Endpoint):
         stall_after: Seconds a send waits for a reader before a warning says for whom, and then at growing intervals.
         linger: Seconds that :meth:`aclose` waits for readers to receive frames that are under way.
         wake: How parked readers are woken: ``"zmq"`` by one message for all of them, ``"pipe"`` by a byte in a pipe for
-            each, which skips the I/O threads of ZMQ and is several times quicker. Readers in another pid namespace are
-            woken over ZMQ in any case.
+            each, which skips the I/O threads of ZMQ: a small message takes little more than half the time. Readers in
+            another pid namespace are woken over ZMQ in any case.
 
     Raises:
         ValueError, TypeError: An argument makes no sense.
