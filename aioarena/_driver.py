@@ -59,7 +59,7 @@ class _Selector(selectors.EpollSelector):
         parked: Whether it sleeps, or has not got the lock back yet.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
         super().__init__()
         self._lock = lock
         self.parked = False
@@ -205,7 +205,7 @@ class LoopDriver:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._loop = _Loop(_Selector(self._lock))
         self._turned = threading.Condition(self._lock)  # for calls: something ended, or the lead is free
         self._unled = threading.Condition(self._lock)  # for the caretaker: somebody stopped leading
@@ -261,8 +261,7 @@ class LoopDriver:
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function of the end that does not wait. Allowed in a thread with an event loop, too."""
         outer = running_loop()
-        if outer is self._loop:  # from inside one of our calls, and with our lock
-            return function(*args)
+        # From inside one of our calls we may have the lock; a signal handler that runs while its thread waits has not.
         with self._lock:
             try:
                 set_running_loop(self._loop)
@@ -442,7 +441,7 @@ class LoopDriver:
     def forget_parent(self) -> None:
         """In a forked child: nobody is left who could give the lock back."""
         self._loop.inherited = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._turned = threading.Condition(self._lock)
         self._unled = threading.Condition(self._lock)
 

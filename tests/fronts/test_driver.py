@@ -225,3 +225,29 @@ def test_a_coroutine_that_only_gives_turns_has_a_time_out_too(driver: LoopDriver
         turns, before = 0, turns
         assert before > 1
     driver.run(asyncio.sleep, (0,), timeout=0)
+
+
+def test_a_signal_handler_of_a_thread_that_waits_takes_the_lock(driver: LoopDriver) -> None:
+    """It comes while the selector has given that up, and another thread may be in the middle of something."""
+    futures: dict[str, asyncio.Future[Any]] = {}
+    seen: list[bool] = []
+    busy = [False]
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: driver.call(lambda: seen.append(busy[0])))
+
+    def strike() -> None:
+        calls_wait(end_of(driver))
+        with driver._lock:
+            busy[0] = True
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+            time.sleep(0.05)  # in which the handler would run
+            busy[0] = False
+        eventually(lambda: seen)
+        driver.call(futures["it"].set_result, None)
+
+    striking = Call(strike)
+    try:
+        driver.run(wait_for, (futures, "it"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    striking.result()
+    assert seen == [False]
