@@ -250,6 +250,9 @@ class Endpoint(ABC):
         """Give back sockets, descriptors and threads, without waiting; to be idempotent."""
 
     def __del__(self) -> None:
+        # At the interpreter's exit, which has emptied this module by now, there is nothing to do.
+        if not State:  # type: ignore[truthy-function]
+            return
         if getattr(self, "_state", State.CLOSED) not in (State.STARTING, State.OPEN) or self._born_elsewhere():
             return
         # The loop held references to us, so it is closed, or we never got that far.

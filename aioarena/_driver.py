@@ -59,7 +59,7 @@ class _Selector(selectors.EpollSelector):
         parked: Whether it sleeps, or has not got the lock back yet.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
         super().__init__()
         self._lock = lock
         self.parked = False
@@ -157,6 +157,7 @@ class _Wait:
             self._timer = self._loop.call_at(deadline, self._expire)
         if self.main:
             self._holding_back = True
+            _holding_back.append(self)
             for number in _SIGNALS:
                 handler = _getsignal(number)
                 if callable(handler):
@@ -175,6 +176,8 @@ class _Wait:
             signal.set_wakeup_fd(-1)
         # From here on what is still installed of ours raises.
         self._holding_back = False
+        if self in _holding_back:
+            _holding_back.remove(self)
         for number, handler in reversed(self._handlers.items()):
             if _getsignal(number) == self._on_signal:  # else a handler has changed it
                 _signal(number, handler)
@@ -202,7 +205,7 @@ class LoopDriver:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._loop = _Loop(_Selector(self._lock))
         self._turned = threading.Condition(self._lock)  # for calls: something ended, or the lead is free
         self._unled = threading.Condition(self._lock)  # for the caretaker: somebody stopped leading
@@ -258,8 +261,7 @@ class LoopDriver:
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function of the end that does not wait. Allowed in a thread with an event loop, too."""
         outer = running_loop()
-        if outer is self._loop:  # from inside one of our calls, and with our lock
-            return function(*args)
+        # From inside one of our calls we may have the lock; a signal handler that runs while its thread waits has not.
         with self._lock:
             try:
                 set_running_loop(self._loop)
@@ -282,7 +284,7 @@ class LoopDriver:
         Whatever interrupts it between two steps cancels the coroutine, and is raised when that has ended.
         """
         waited: asyncio.Future[Any] | None = None
-        throw = False
+        throw = late = False
         interruption: BaseException | None = None
         try:
             while True:
@@ -294,6 +296,11 @@ class LoopDriver:
                         else:
                             waited = coroutine.send(None)
                     self._wait(waited, deadline)
+                    if waited is None and deadline is not None and time.monotonic() >= deadline:
+                        # A reader that spins gives turns for as long as it likes. The first one may bring the message.
+                        if late:
+                            raise _Expired
+                        late = True
                 except StopIteration as done:
                     if interruption is None or isinstance(interruption, _Expired):
                         value: T = done.value
@@ -434,15 +441,19 @@ class LoopDriver:
     def forget_parent(self) -> None:
         """In a forked child: nobody is left who could give the lock back."""
         self._loop.inherited = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._turned = threading.Condition(self._lock)
         self._unled = threading.Condition(self._lock)
 
 
 _drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
+_holding_back: list[_Wait] = []  # the waits of the main thread, from the outermost on
 
 
 def _after_fork_in_child() -> None:
+    # Another thread may have forked while the main thread waited: nobody waits here, and signals are the child's own.
+    for wait in reversed(_holding_back.copy()):
+        wait.end()
     for driver in list(_drivers):
         driver.forget_parent()
 

@@ -165,6 +165,8 @@ class Members:
                     "Receiver or end the process",
                 )
             return
+        # Ticks may be half a minute apart, and meanwhile many may have come and gone.
+        self._tidy_up()
         try:
             pidfd = join.identity.open_pidfd()
         except ProcessLookupError:
@@ -310,6 +312,7 @@ class Members:
 
     def _depart(self, member: Member) -> None:
         """A process gave up its rank alive: watch it for as long as it holds spans."""
+        self._close_rope(member)
         if not self._core.arena.held_by(member.holder):
             self._close_descriptors(member)
         else:
@@ -319,6 +322,7 @@ class Members:
         """Take the seat from a reader that lives. What it may still read is not reused until it is dead."""
         member = self.by_rank[rank]
         self._core.unseat(rank, Membership.EVICTED)
+        self._close_rope(member)
         self._wire.wake()
         self._changed()
         return member
@@ -331,6 +335,9 @@ class Members:
     def tick(self) -> None:
         """Decide what time decides, and tidy up."""
         self._give_up_suspects()
+        self._tidy_up()
+
+    def _tidy_up(self) -> None:
         if self._departed:
             for member in [m for m in self._departed if not self._core.arena.held_by(m.holder)]:
                 self._departed.remove(member)
@@ -355,10 +362,13 @@ class Members:
         """The rank that is furthest behind, None without readers."""
         return max(self._core.seated, key=lambda rank: self._core.lag(rank)[1], default=None)
 
-    def _close_descriptors(self, member: Member) -> None:
+    def _close_rope(self, member: Member) -> None:
         if member.rope is not None:
             member.rope.close()
             member.rope = None
+
+    def _close_descriptors(self, member: Member) -> None:
+        self._close_rope(member)
         if member.pidfd is not None:
             self._unwatch(member.pidfd)
             with contextlib.suppress(OSError):

@@ -16,7 +16,8 @@ from aioarena._membership import Members
 
 logger = logging.getLogger("aioarena")
 
-# Where ticks are further apart than this, our own process did not run, and what it did not see is nobody's fault.
+# Where looks are further apart than this while a clock runs, our own process did not run, and what it did not see is
+# nobody's fault.
 _ASLEEP = 3 * TICK
 
 
@@ -57,14 +58,15 @@ class Stalls:
         self._needed: int | None = None  # the tail that a send waits for all readers to reach
         self._absent: _Clock | None = None
         self._waiting_for_seats = 0
-        self._ticked = time.monotonic()
+        self._looked = time.monotonic()  # when this was called last
 
     # What sends say ---------------------------------------------------------------------------------------------------
 
     def need(self, tail: int) -> None:
         """A send needs all readers to be at this tail, and has to wait for some."""
+        now = self._now()
         self._needed = tail
-        self._look(self._now())
+        self._look(now)
 
     def need_no_more(self) -> None:
         """No send waits. The clocks run on, in case it only gave up."""
@@ -72,8 +74,9 @@ class Stalls:
 
     def wait_for_seats(self) -> None:
         """A call waits until all readers have attached."""
+        now = self._now()
         self._waiting_for_seats += 1
-        self._look_for_seats(self._now())
+        self._look_for_seats(now)
 
     def wait_no_more(self) -> None:
         """That call is over."""
@@ -89,7 +92,6 @@ class Stalls:
     def tick(self) -> None:
         """Warn and evict."""
         now = self._now()
-        self._ticked = now
         if self._needed is not None:
             self._look(now)
         else:
@@ -100,9 +102,10 @@ class Stalls:
     def _now(self) -> float:
         """The time, after taking off the clocks what our own process slept."""
         now = time.monotonic()
-        asleep = now - self._ticked
-        if asleep > _ASLEEP:
-            self._ticked = now
+        asleep = now - self._looked
+        self._looked = now
+        # Where no clock ran, ticks were rare anyway.
+        if asleep > _ASLEEP and self.running:
             for clock in [*self._blocking.values(), *([self._absent] if self._absent else [])]:
                 clock.since += asleep
                 clock.due += asleep

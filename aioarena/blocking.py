@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -25,6 +27,7 @@ import torch
 from aioarena import _groups, receiver, sender
 from aioarena._asyncio import State
 from aioarena._driver import LoopDriver
+from aioarena._platform.process import require_descriptors
 from aioarena._types import ArenaConfig, Handle, ReceiverStatistics, SenderStatistics
 from aioarena.exceptions import ClosedError, EndOfChannel
 
@@ -63,21 +66,32 @@ class _BlockingEnd(Generic[E]):
     def __init__(self, end: E) -> None:
         self._end: E = end
         self._driver: LoopDriver | None = None  # from the start on
+        self._claim = threading.Lock()  # of the driver
 
     def _start(self, timeout: float | None) -> None:
         if self._end._born_elsewhere():
             raise self._end._forked()
-        if self._driver is not None or self._end._state is not State.NEW:
-            raise ClosedError(f"{self._end._label} was started before; make a new one")
         _check_timeout(timeout)
-        self._driver = LoopDriver(self._end._label)
+        require_descriptors()  # the loop takes some, too
+        driver = LoopDriver(self._end._label) if self._startable else None
+        with self._claim:  # from other threads that start or close it at the same time
+            if self._startable:
+                self._driver = driver
+        if driver is None or self._driver is not driver:
+            if driver is not None:
+                driver.close()
+            raise ClosedError(f"{self._end._label} was started before; make a new one")
         try:
-            self._driver.run(self._end.start, timeout=timeout)
+            driver.run(self._end.start, timeout=timeout)
         except BaseException:
-            self._driver.close()
+            driver.close()
             if self._end._state is State.NEW:  # it did not come to that
                 self._driver = None
             raise
+
+    @property
+    def _startable(self) -> bool:
+        return self._driver is None and self._end._state is State.NEW
 
     def _run(
         self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...] = (), timeout: float | None = None
@@ -97,12 +111,13 @@ class _BlockingEnd(Generic[E]):
         return self._driver
 
     def close(self) -> None:
-        driver = self._driver
-        if driver is None:
-            # Never started: this does not wait, and needs no loop.
-            with contextlib.suppress(StopIteration):
-                self._end.aclose().send(None)
-            return
+        with self._claim:
+            driver = self._driver
+            if driver is None:
+                # Never started: this does not wait, and needs no loop.
+                with contextlib.suppress(StopIteration):
+                    self._end.aclose().send(None)
+                return
         if self._end._born_elsewhere():
             raise self._end._forked()
         try:
@@ -116,8 +131,9 @@ class _BlockingEnd(Generic[E]):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        driver = getattr(self, "_driver", None)
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's exit modules are half gone, and nobody is left who would close it.
+        driver = None if exiting() else getattr(self, "_driver", None)
         if driver is None or self._end._state is State.CLOSED or self._end._born_elsewhere():
             return
         driver.abandon(self._end.aclose)

@@ -36,6 +36,7 @@ from aioarena._release import SpanLedger
 from aioarena._types import Handle, ReceiverStatistics
 from aioarena._warming import Prefault
 from aioarena.exceptions import (
+    ArenaError,
     BusyError,
     DecodeError,
     EndOfChannel,
@@ -608,8 +609,14 @@ class Receiver(Endpoint):
             self._on_wire()
             # In case a wake-up was lost, and for frames of a dead sender that will not come. Whoever would only park again
             # sleeps on.
-            if self._state is not State.OPEN or self._core.take() is not None or self._core.fate() is not Fate.OPEN:
+            if self._state is not State.OPEN or self._has_news(self._core):
                 self._notify()
+
+    def _has_news(self, core: ReceiverCore) -> bool:
+        try:
+            return core.take() is not None or core.fate() is not Fate.OPEN
+        except ArenaError:  # evicted, or a damaged ring: for whoever waits to run into
+            return True
 
     def _sender_gone(self) -> SenderLostError:
         received = self._core.ring.received if self._core is not None else 0

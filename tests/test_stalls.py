@@ -183,6 +183,18 @@ def test_the_sleep_of_our_own_process_does_not_count(clock: Clock) -> None:
     assert scene.evicted == [0, 1]
 
 
+def test_ticks_that_were_rare_before_are_no_sleep(clock: Clock) -> None:
+    """Where nothing was to be seen they may be half a minute apart; the time of a send that waits counts from its start."""
+    for idle in (1.5, 2.5, 3.5, 30):
+        scene = Scene(clock, evict_after=1)
+        scene.stalls.tick()
+        scene.fill()
+        clock.now += idle
+        scene.need()
+        scene.wait(1)
+        assert scene.evicted == [0, 1], idle
+
+
 def test_nor_does_it_where_a_send_looks_before_the_next_tick(clock: Clock) -> None:
     scene = Scene(clock, evict_after=1)
     scene.fill()

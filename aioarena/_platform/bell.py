@@ -56,15 +56,17 @@ class BellRope:
     """
 
     def __init__(self, pid: int, ref: BellRef) -> None:
-        self._fd = os.open(f"/proc/{pid}/fd/{ref.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # For reading, too, which we never do: a pipe that nobody reads would end our process with SIGPIPE, where a program
+        # has given that its default action.
+        self._fd = os.open(f"/proc/{pid}/fd/{ref.fd}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(self._fd)
         if not stat.S_ISFIFO(found.st_mode) or found.st_ino != ref.inode:
             os.close(self._fd)
             raise FileNotFoundError(f"descriptor {ref.fd} of process {pid} is not the bell it said")
 
     def ring(self) -> None:
-        # Full: it has not heard the last ones yet, and will. Broken: it is gone, which others notice.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        # Full: it has not heard the last ones yet, and will; or it is gone, which others notice.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._fd, b"\0")
 
     def close(self) -> None:

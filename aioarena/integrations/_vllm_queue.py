@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from asyncio import _get_running_loop as running_loop
+from asyncio import _set_running_loop as set_running_loop
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from vllm.distributed.device_communicators import shm_broadcast
 
+from aioarena._driver import _Loop
 from aioarena._types import ArenaConfig
 from aioarena._types import Handle as ChannelHandle
 from aioarena.blocking import Receiver, Sender
-from aioarena.exceptions import ClosedError, EndOfChannel, SenderLostError, TimedOutError
+from aioarena.exceptions import BusyError, ClosedError, EndOfChannel, SenderLostError, TimedOutError
+
+T = TypeVar("T")
 
 logger = logging.getLogger("aioarena")
 
@@ -82,7 +88,7 @@ class ArenaMessageQueue(_Stock):  # type: ignore[misc]
             on_reader_lost="continue",
             linger=_LINGER,
         )
-        self._sender.start()
+        _wait(self._sender.start)
         self.handle = ArenaHandle(local_reader_ranks=ranks, channel=self._sender.handle)
 
     def _set_up(self, *, is_writer: bool, rank: int) -> None:
@@ -110,15 +116,15 @@ class ArenaMessageQueue(_Stock):  # type: ignore[misc]
 
     def wait_until_ready(self) -> None:
         if self._sender is not None:
-            self._sender.wait_ready()
+            _wait(self._sender.wait_ready)
         else:
             assert self._receiver is not None
-            self._receiver.start()
+            _wait(self._receiver.start)
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         assert self._sender is not None, "Only writers can enqueue"
         try:
-            self._sender.send(obj, timeout)
+            _wait(self._sender.send, obj, timeout)
         except ClosedError:
             self._raise_cancelled()
             raise
@@ -133,7 +139,7 @@ class ArenaMessageQueue(_Stock):  # type: ignore[misc]
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                return receiver.recv(min((each for each in (left, interval) if each is not None), default=None))
+                return _wait(receiver.recv, min((each for each in (left, interval) if each is not None), default=None))
             except TimedOutError as error:
                 if left is not None and (interval is None or left <= interval):
                     raise
@@ -155,8 +161,25 @@ class ArenaMessageQueue(_Stock):  # type: ignore[misc]
         self.shutting_down = True
         self._shut_down.set()
         end = self._sender or self._receiver
-        if end is not None:
-            end.close()
+        if end is None:
+            return
+        try:
+            _wait(end.close)
+        except BusyError:
+            # From a signal handler, while this thread waits here: the wait has to end first.
+            threading.Thread(target=end.close, name="aioarena-shutdown").start()
+
+
+def _wait(function: Callable[..., T], *args: Any) -> T:
+    """Call what may wait, in a thread that runs an event loop, too: vLLM's own queue holds that up as well."""
+    outer = running_loop()
+    if outer is None or isinstance(outer, _Loop):
+        return function(*args)
+    set_running_loop(None)
+    try:
+        return function(*args)
+    finally:
+        set_running_loop(outer)
 
 
 def _counts(n_reader: int, n_local_reader: int, *_: Any, **__: Any) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 from typing import Any
 
 import pytest
@@ -39,6 +40,32 @@ async def test_a_parked_reader_is_woken_without_zmq(open_channel: OpenChannel, m
             assert channel.sender.statistics().wakeups == 2 * (number + 1)
         assert not lost
         monkeypatch.undo()
+
+
+async def test_what_arrives_while_frames_are_sent_is_seen(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending them eats the edge of the socket's descriptor, and ringing does not ask for what it told of."""
+    async with open_channel(2, wake="pipe") as channel, asyncio.timeout(PATIENCE):
+        await channel.receivers[1].aclose()
+        await until(lambda: channel.sender.statistics().readers[1].state == "left")
+        send_frames = SenderWire.send_frames
+
+        def after_a_leave(wire: SenderWire, *args: Any) -> None:
+            assert channel.receiver._wire is not None
+            channel.receiver._wire.leave()
+            select.select([wire.fd], [], [], PATIENCE)
+            send_frames(wire, *args)
+            assert not select.select([wire.fd], [], [], 0)[0], "the edge is still there"
+
+        receiving = asyncio.create_task(channel.receiver.recv())
+        await parked(channel.receiver)
+        with monkeypatch.context() as patch:
+            patch.setattr(SenderWire, "send_frames", after_a_leave)
+            await channel.sender.send(filled(1, 5 << 20))
+        await until(lambda: channel.sender.statistics().readers[0].state == "left")
+        with pytest.raises(aioarena.ArenaError):
+            await receiving
 
 
 async def test_only_who_is_parked_is_woken(open_channel: OpenChannel) -> None:
@@ -125,14 +152,20 @@ async def test_a_reader_in_another_pid_namespace_makes_no_bell(monkeypatch: pyte
         assert await receiving == "here"
 
 
-async def test_descriptors_of_many_readings_come_back(open_channel: OpenChannel) -> None:
-    """One end in the sender for each seat, however often it was taken."""
-    async with Sender(1, wake="pipe", arena=ArenaConfig(slots=4)) as sender, asyncio.timeout(PATIENCE):
-        counts = set()
-        for _ in range(5):
+@pytest.mark.parametrize("nbytes", [10, 1 << 20])
+async def test_descriptors_of_many_readings_come_back(nbytes: int) -> None:
+    """One end in the sender for each seat, however often it was taken; and no more for who left with a tensor in hand."""
+    async with Sender(1, wake="pipe", arena=ArenaConfig(slots=64)) as sender, asyncio.timeout(PATIENCE):
+        before: int | None = None
+        for number in range(12):
             async with Receiver(sender.handle, 0) as reader:
-                await sender.send(1)
-                await reader.recv()
+                await sender.send(filled(number, nbytes))
+                tensor = await reader.recv()
+            del reader
             await until(lambda: sender.statistics().readers[0].state == "left")
-            counts.add(len(os.listdir("/proc/self/fd")))
-        assert len(counts) == 1
+            assert shows(tensor, number)
+            del tensor
+            if before is None:
+                before = len(os.listdir("/proc/self/fd"))
+            # Not at once: a thread of ZMQ closes what was the reader's socket.
+            await until(lambda most=before: len(os.listdir("/proc/self/fd")) <= most)

@@ -30,8 +30,8 @@ from aioarena import (
     WrongContextError,
     blocking,
 )
-from aioarena._driver import IDLE, _Selector
-from tests.conftest import ARENA
+from aioarena._driver import IDLE, LoopDriver, _Selector
+from tests.conftest import ARENA, PATIENCE
 from tests.fronts.support import fill_ring, filled, in_arena, shows
 from tests.fronts.threads import Call, blocking_channel, calls_wait, caretaker_leads, eventually
 from tests.multiprocess.messages import CHANNEL, KINDS, message, verify
@@ -347,6 +347,30 @@ def test_two_threads_close() -> None:
         assert receiver._driver._loop.is_closed()
 
 
+def test_two_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is too late, and leaves what the other started alone."""
+    both = threading.Barrier(2)
+
+    def make_driver(label: str) -> LoopDriver:
+        driver = LoopDriver(label)
+        both.wait(PATIENCE)
+        return driver
+
+    sender = blocking.Sender(1, arena=None)
+    monkeypatch.setattr(blocking, "LoopDriver", make_driver)
+    errors = []
+    for starting in [Call(sender.start) for _ in range(2)]:
+        try:
+            starting.result()
+        except ClosedError as error:
+            errors.append(str(error))
+    assert len(errors) == 1
+    assert "was started before" in errors[0]
+    with pytest.raises(TimedOutError):
+        sender.wait_ready(timeout=0)
+    sender.close()
+
+
 def test_messages_of_several_threads_go_out_in_the_order_of_the_calls() -> None:
     """While the ring is full, one behind the other."""
     with blocking_channel() as (sender, receiver):
@@ -500,6 +524,27 @@ def test_a_signal_interrupts_a_call_beside_a_leader(interrupt: Callable[..., Cal
         assert not other.over
         sender.send(1)
         assert other.result() == 1
+
+
+def test_a_child_that_is_forked_while_the_main_thread_waits_has_its_own_signals(interrupt: Callable[..., Call]) -> None:
+    """Nobody waits in it who would raise what a handler raised: it could not even be interrupted."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+
+    def fork() -> int:
+        calls_wait(receiver)
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                same = {number: signal.getsignal(number) for number in handlers} == handlers
+                os._exit(0 if same and signal.set_wakeup_fd(-1) == -1 else 1)
+            os._exit(2)
+        sender.send("forked")
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with blocking_channel() as (sender, receiver):
+        forking = Call(fork)
+        assert receiver.recv() == "forked"
+        assert forking.result() == 0
 
 
 def test_the_main_thread_takes_the_lead() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import selectors
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from aioarena import TimedOutError
 from aioarena._driver import LoopDriver, _Selector
+from tests.conftest import PATIENCE
 from tests.fronts.threads import Call, calls_wait, caretaker_leads, eventually
 
 
@@ -203,3 +205,49 @@ def test_no_time_still_is_one_turn_of_the_loop(driver: LoopDriver) -> None:
     assert driver.run(one_turn_later, timeout=0) == "there"
     with pytest.raises(TimedOutError):
         driver.run(asyncio.sleep, (1000,), timeout=0)
+
+
+def test_a_coroutine_that_only_gives_turns_has_a_time_out_too(driver: LoopDriver) -> None:
+    """As one that looks at the ring for a while before it waits. What the first turn brings is not missed."""
+    ends = time.monotonic() + PATIENCE
+    turns = 0
+
+    async def spin() -> None:
+        nonlocal turns
+        while time.monotonic() < ends:
+            turns += 1
+            await asyncio.sleep(0)
+
+    for timeout in (0, 0.01):
+        with pytest.raises(TimedOutError):
+            driver.run(spin, timeout=timeout)
+        assert time.monotonic() < ends
+        turns, before = 0, turns
+        assert before > 1
+    driver.run(asyncio.sleep, (0,), timeout=0)
+
+
+def test_a_signal_handler_of_a_thread_that_waits_takes_the_lock(driver: LoopDriver) -> None:
+    """It comes while the selector has given that up, and another thread may be in the middle of something."""
+    futures: dict[str, asyncio.Future[Any]] = {}
+    seen: list[bool] = []
+    busy = [False]
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: driver.call(lambda: seen.append(busy[0])))
+
+    def strike() -> None:
+        calls_wait(end_of(driver))
+        with driver._lock:
+            busy[0] = True
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+            time.sleep(0.05)  # in which the handler would run
+            busy[0] = False
+        eventually(lambda: seen)
+        driver.call(futures["it"].set_result, None)
+
+    striking = Call(strike)
+    try:
+        driver.run(wait_for, (futures, "it"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    striking.result()
+    assert seen == [False]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aioarena import HandleError, NoSpaceError, Receiver, Sender
+from aioarena import HandleError, NoSpaceError, Receiver, Sender, blocking
 from aioarena._platform import memory
 from aioarena._platform.memory import Segment, sweep
 from aioarena._platform.process import ProcessIdentity, describe_state, require_descriptors
@@ -68,6 +68,17 @@ async def test_an_end_that_finds_too_few_descriptors(left: int) -> None:
         async with Receiver(sender.handle, 0) as receiver:
             await sender.send(1)
             assert await receiver.recv() == 1
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_blocking_end_that_finds_too_few_descriptors(left: int) -> None:
+    """Its loop needs some before anything else does."""
+    with blocking.Sender(1, **SMALL) as sender:
+        for end in (blocking.Receiver(sender.handle, 0), blocking.Sender(1, **SMALL)):
+            with descriptors_left(left), pytest.raises(NoSpaceError, match="ulimit -n"):
+                end.start()
+            end.start()  # it may be tried again
+            end.close()
 
 
 def test_enough_descriptors_are_none_taken() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aioarena._platform.wire import ReceiverWire, SenderWire, _Wire
-from aioarena.exceptions import ReaderLostError, WouldBlock
+from aioarena.exceptions import EvictedError, ReaderLostError, WouldBlock
 from tests.conftest import PATIENCE, OpenChannel
 from tests.fronts.support import fill_ring, filled, parked, shows, turns, until
 
@@ -101,6 +101,19 @@ async def test_the_senders_close_is_seen_without_a_wake_up(
         monkeypatch.setattr(SenderWire, "wake", lambda wire: None)
         await channel.sender.aclose()
         with pytest.raises(Exception, match="received all of it"):
+            await receiving
+
+
+@pytest.mark.usefixtures("_looks_often")
+async def test_an_eviction_is_seen_without_a_wake_up(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a look that finds a message, which is not the reader's any more."""
+    async with open_channel() as channel, asyncio.timeout(PATIENCE):
+        receiving = asyncio.create_task(channel.receiver.recv())
+        await parked(channel.receiver)
+        monkeypatch.setattr(SenderWire, "wake", lambda wire: None)
+        channel.sender.send_nowait("too late")
+        channel.sender._members.evict(0)  # type: ignore[union-attr]
+        with pytest.raises(EvictedError):
             await receiving
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.metadata
 import logging
 import pickle
+import signal
 import sys
 import threading
 import types
@@ -18,6 +20,7 @@ import torch
 from aioarena.exceptions import ReaderLostError, SenderLostError
 from aioarena.integrations import vllm as plugin
 from tests.conftest import PATIENCE
+from tests.fronts.threads import calls_wait
 from tests.integrations import stand_in
 
 Queue = Any
@@ -257,6 +260,40 @@ def test_shutting_down_ends_a_wait(queue_class: Any, timeout: float | None) -> N
     with pytest.raises(RuntimeError, match="cancelled"):
         writer.enqueue(1)
     shut_down(reader, writer)  # again
+
+
+def test_shutting_down_in_a_signal_handler_ends_the_wait_it_interrupts(queue_class: Any) -> None:
+    writer, (reader,) = connect(queue_class, 1)
+
+    def strike() -> None:
+        calls_wait(reader._receiver)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: reader.shutdown())
+    try:
+        thread, _ = in_thread(strike)
+        with pytest.raises(RuntimeError, match="cancelled"):
+            reader.dequeue()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    thread.join(PATIENCE)
+    shut_down(reader, writer)
+
+
+async def test_it_works_where_an_event_loop_runs(queue_class: Any) -> None:
+    """As in a notebook. It holds the loop up, which vLLM's own queue does, too."""
+    loop = asyncio.get_running_loop()
+    writer = queue_class(1, 1)
+    reader = queue_class.create_from_handle(writer.export_handle(), 0)
+    thread, _ = in_thread(writer.wait_until_ready)
+    reader.wait_until_ready()
+    thread.join(PATIENCE)
+    writer.enqueue("here")
+    assert reader.dequeue() == "here"
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.01)
+    shut_down(reader, writer)
+    assert asyncio.get_running_loop() is loop
 
 
 def test_the_end_of_the_writer_waits_for_the_monitor(queue_class: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.multiprocess.harness import Farm, Worker, eventually, timed
 from tests.multiprocess.messages import CHANNEL, numbered
 from tests.multiprocess.scripts import PLACES
@@ -133,3 +137,30 @@ def test_ctrl_c(farm: Farm, role: str, loop_kind: str) -> None:
         assert len(numbers) > 1
     else:
         assert sender.ask("statistics").readers[0].state == "left"
+
+
+@pytest.mark.parametrize("state", ["new", "open", "closed"])
+@pytest.mark.parametrize("module", ["aioarena", "aioarena.blocking"])
+def test_a_program_that_ends_with_an_end_that_outlives_its_module(module: str, state: str) -> None:
+    """As one that a module holds which was imported before: its finalizer runs when there is nothing left to call."""
+    program = """
+        import sys, threading
+        from importlib import import_module
+        module, state = import_module(sys.argv[1]), sys.argv[2]
+        threading.kept = sender = module.Sender(1, arena=None)
+
+        def drive(coroutine):
+            if coroutine is not None:
+                threading.loop.run_until_complete(coroutine)
+
+        if state != "new":
+            import asyncio
+            threading.loop = asyncio.new_event_loop()
+            drive(sender.start())
+            if state == "closed":
+                drive(sender.aclose() if module.__name__ == "aioarena" else sender.close())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), module, state], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

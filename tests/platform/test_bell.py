@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -68,6 +69,22 @@ def test_ringing_for_one_that_is_gone_is_harmless(no_leaks: None) -> None:
     bell.close()
     rope.ring()
     rope.close()
+
+
+def test_ringing_for_one_that_is_gone_sends_no_signal(no_leaks: None) -> None:
+    """SIGPIPE, which ends programs that leave it to its default."""
+    other = Bell()
+    rope = BellRope(os.getpid(), other.ref)
+    other.close()
+    sent: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, frame: sent.append(number))
+    try:
+        for _ in range(70_000):
+            rope.ring()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+        rope.close()
+    assert not sent
 
 
 def test_a_descriptor_that_means_something_else_by_now(bell: Bell, no_leaks: None) -> None:
