@@ -222,6 +222,7 @@ class Members:
         self._stop_contending(join.incarnation)
         # Whoever lost its connection is about to lose its rank too.
         self._join(join, last=self.by_rank[join.rank] not in self._suspects)
+        self._changed()  # a refusal went out, from where nobody looks at the wire afterwards
 
     def _stop_contending(self, incarnation: int) -> None:
         if incarnation in self._contending:
