@@ -24,6 +24,8 @@ from aioarena.exceptions import (  # noqa: E402
     ReaderLostError,
     SenderLostError,
     TimedOutError,
+    WorkerError,
+    WorkerLostError,
     WouldBlock,
     WrongContextError,
 )
@@ -52,6 +54,8 @@ __all__ = [
     "SenderLostError",
     "SenderStatistics",
     "TimedOutError",
+    "WorkerError",
+    "WorkerLostError",
     "WouldBlock",
     "WrongContextError",
 ]
