@@ -49,18 +49,21 @@ class Failure:
         what: Its type and text.
         traceback: How Python prints it.
         pickled: Itself; None if it is no ``Exception``, does not pickle, or would not unpickle.
+        remote: Whether it was raised in the worker, not in taking its reply.
     """
 
     what: str
     traceback: str
     pickled: bytes | None
+    remote: bool = True
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException, remote: bool = True) -> Failure:
         failure = cls(
             what=f"{type(error).__qualname__}: {text_of(error)}",
             traceback="".join(traceback.format_exception(error)),
             pickled=_pickled(error),
+            remote=remote,
         )
         # They hold the arguments of the call, whose memory is not ours. An exception may outlive this for being in a cycle.
         traceback.clear_frames(error.__traceback__)

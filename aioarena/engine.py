@@ -155,6 +155,11 @@ class WorkerGroup:
         """Process ids of the workers, by rank. Empty before the start."""
         return tuple(worker.pid for worker in self._workers)
 
+    @property
+    def loss(self) -> WorkerLostError | None:
+        """What calls raise since a worker was lost; None while all are there."""
+        return self._lost_error() if self._lost is not None else None
+
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name!r} of {self.size} {self._state.value}>"
 
@@ -454,9 +459,10 @@ class WorkerGroup:
             del error  # which refers to this frame
 
     def _error(self, worker: _Worker, failure: Failure, doing: str) -> Exception:
-        error = failure.load() or WorkerError(f"{worker.describe()}, {doing}: {failure.what}")
-        error.__cause__ = WorkerTraceback(f"{worker.describe()}, {doing}:\n{failure.traceback}")
-        error.add_note(f"raised in {worker.describe()}, {doing}")
+        where = f"{worker.describe()}, {doing}"
+        error = failure.load() or WorkerError(f"{where}: {failure.what}")
+        error.__cause__ = WorkerTraceback(f"{where}:\n{failure.traceback}")
+        error.add_note(f"raised {'in' if failure.remote else 'by the reply of'} {where}")
         return error
 
     # Replies and ends -----------------------------------------------------------------------------------------------
@@ -469,7 +475,7 @@ class WorkerGroup:
                 # Not into a variable, which would hold the last reply while we wait for the next.
                 worker.answer(*await worker.replies.recv())
             except DecodeError as error:
-                worker.answer(None, Failure.of(error))
+                worker.answer(None, Failure.of(error, remote=False))
             except (EndOfChannel, SenderLostError):
                 break
         if self._state is not State.CLOSING:

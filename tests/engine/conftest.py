@@ -1,0 +1,83 @@
+"""Fixtures of the tests of worker groups: quick processes, and the check that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from aioarena import ArenaConfig
+from aioarena.engine import WorkerGroup
+from tests.engine.objects import Recorder
+from tests.multiprocess.harness import PATIENCE, running_loop_kind
+
+# Large enough for what the tests send, and quick to set up.
+ARENA = ArenaConfig(slots=256)
+OPTIONS: dict[str, Any] = {"arena": ARENA, "reply_arena": ARENA, "method": "forkserver", "grace": PATIENCE}
+
+
+class OpenGroup(Protocol):
+    def __call__(self, size: int = 2, *args: Any, **options: Any) -> AbstractAsyncContextManager[WorkerGroup]: ...
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.multiprocess)
+            item.add_marker(pytest.mark.timeout(6 * PATIENCE))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _helpers() -> None:
+    """What multiprocessing starts once, and keeps. Torch is imported in the fork server, and by no worker."""
+    resource_tracker.ensure_running()
+    multiprocessing.set_forkserver_preload(["aioarena.engine"])
+    forkserver.ensure_running()
+
+
+@pytest.fixture
+def open_group(no_leaks: None) -> Iterator[OpenGroup]:
+    """``async with open_group(size, ...) as group`` of :class:`Recorder`; afterwards nothing is left, no child either."""
+    started: list[WorkerGroup] = []
+
+    @asynccontextmanager
+    async def _open(size: int = 2, *args: Any, **options: Any) -> AsyncIterator[WorkerGroup]:
+        factory = options.pop("factory", Recorder)
+        async with WorkerGroup(factory, size, *args, **{"loop": running_loop_kind(), **OPTIONS, **options}) as group:
+            started.append(group)
+            yield group
+
+    yield _open
+    for pid in [pid for group in started for pid in group.pids]:
+        assert not _alive(pid), f"worker {pid} was left"
+    assert not multiprocessing.active_children()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    """A named pipe: who reads from it waits until the test has opened and closed it for writing."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+async def open_gate(fifo: Path, readers: int) -> None:
+    """Let those who read from a fifo go on, each by itself."""
+    for _ in range(readers):
+        await asyncio.to_thread(fifo.write_text, "x")
