@@ -54,6 +54,17 @@ __all__ = [
 class ArenaError(Exception):
     """Root of everything this library raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Past the constructor, which wants more than the message.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[ArenaError], args: tuple[object, ...], attributes: dict[str, object]) -> ArenaError:
+    error = cls.__new__(cls, *args)
+    (OSError if isinstance(error, OSError) else Exception).__init__(error, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class ClosedError(ArenaError):
     """This end of the channel was closed in this process, or not started yet."""

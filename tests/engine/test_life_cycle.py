@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioarena import ClosedError, EncodeError, WorkerLostError, WrongContextError, engine
+from aioarena import ClosedError, EncodeError, NoSpaceError, WorkerLostError, WrongContextError, engine
 from aioarena.engine import WorkerGroup
 from tests.engine import objects
 from tests.engine.conftest import OPTIONS, OpenGroup, open_gate
@@ -64,9 +64,10 @@ async def test_a_factory_that_does_not_pickle(no_leaks: None) -> None:
 
 async def test_a_worker_that_cannot_attach(no_leaks: None) -> None:
     """Start raises what kept it from that."""
-    group = new_group(size=1, reply_arena=engine.ArenaConfig(slots=1 << 24, slot_bytes=1 << 20))
-    with pytest.raises(OSError, match="needs"):
+    group = new_group(size=1, reply_arena=engine.ArenaConfig(slots=1 << 16, slot_bytes=1 << 24))
+    with pytest.raises(NoSpaceError, match="pass a smaller ArenaConfig") as caught:
         await group.start()
+    assert caught.value.needed > caught.value.available
     assert_gone(group.pids)
 
 
