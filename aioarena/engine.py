@@ -32,6 +32,7 @@ from aioarena.exceptions import (
     ClosedError,
     DecodeError,
     EndOfChannel,
+    InternalError,
     ReaderLostError,
     SenderLostError,
     WorkerError,
@@ -474,7 +475,7 @@ class WorkerGroup:
             try:
                 # Not into a variable, which would hold the last reply while we wait for the next.
                 worker.answer(*await worker.replies.recv())
-            except DecodeError as error:
+            except (DecodeError, InternalError) as error:  # of this reply alone
                 worker.answer(None, Failure.of(error, remote=False))
             except (EndOfChannel, SenderLostError):
                 break
@@ -616,7 +617,7 @@ class _Worker:
             )
             process.start()
             try:
-                # Nobody reaps our child before we do, so this is it.
+                # Only we reap our child, so the pid is its own. If a fork server has reaped it by now, this raises.
                 return cls(options.rank, process, os.pidfd_open(process.pid), ours)
             except BaseException:
                 process.kill()
