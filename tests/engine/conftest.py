@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -46,17 +45,17 @@ def _helpers() -> None:
 @pytest.fixture
 def open_group(no_leaks: None) -> Iterator[OpenGroup]:
     """``async with open_group(size, ...) as group`` of :class:`Recorder`; afterwards nothing is left, no child either."""
-    started: list[WorkerGroup] = []
+    started: list[int] = []
 
     @asynccontextmanager
     async def _open(size: int = 2, *args: Any, **options: Any) -> AsyncIterator[WorkerGroup]:
         factory = options.pop("factory", Recorder)
         async with WorkerGroup(factory, size, *args, **{"loop": running_loop_kind(), **OPTIONS, **options}) as group:
-            started.append(group)
+            started.extend(group.pids)
             yield group
 
     yield _open
-    for pid in [pid for group in started for pid in group.pids]:
+    for pid in started:
         assert not _alive(pid), f"worker {pid} was left"
     assert not multiprocessing.active_children()
 
@@ -69,15 +68,28 @@ def _alive(pid: int) -> bool:
     return True
 
 
+class Gate:
+    """Where methods of workers wait until the test lets them pass.
+
+    Attributes:
+        path: What they are told.
+    """
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path = str(path)
+        self._fd = os.open(path, os.O_RDWR)  # both ends, so that nobody sees the other missing
+
+    def open(self, count: int) -> None:
+        """Let so many pass, now or when they come."""
+        os.write(self._fd, b"x" * count)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 @pytest.fixture
-def fifo(tmp_path: Path) -> Path:
-    """A named pipe: who reads from it waits until the test has opened and closed it for writing."""
-    path = tmp_path / "gate"
-    os.mkfifo(path)
-    return path
-
-
-async def open_gate(fifo: Path, readers: int) -> None:
-    """Let those who read from a fifo go on, each by itself."""
-    for _ in range(readers):
-        await asyncio.to_thread(fifo.write_text, "x")
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()

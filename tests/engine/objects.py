@@ -65,9 +65,9 @@ class Recorder:
     async def wait_for_ever(self) -> None:
         await asyncio.Event().wait()
 
-    async def wait_at(self, fifo: str, *_: Any) -> int:
+    async def wait_at(self, gate: str, *_: Any) -> int:
         self.seen.append("waits")
-        await asyncio.to_thread(_read_one, fifo)
+        await asyncio.to_thread(_pass, gate)
         return self.rank
 
     def block(self, deaf: bool = False) -> None:
@@ -90,9 +90,10 @@ class Recorder:
         return type(asyncio.get_running_loop()).__module__
 
 
-def _read_one(fifo: str) -> None:
-    with open(fifo, "rb", buffering=0) as gate:
-        assert gate.read(1) == b"x"
+def _pass(gate: str) -> None:
+    fd = os.open(gate, os.O_RDWR)
+    assert os.read(fd, 1) == b"x"
+    os.close(fd)
 
 
 async def make_slowly(rank: int, size: int) -> Recorder:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from aioarena import DecodeError, EncodeError, WorkerError
-from tests.engine.conftest import OpenGroup, open_gate
+from tests.engine.conftest import Gate, OpenGroup
 from tests.engine.objects import GiveOnlyIn, OnlyIn, a_lambda, cancelled, complicated, local
 from tests.multiprocess.harness import eventually_async
 
@@ -58,15 +57,15 @@ async def test_calls_of_many_tasks_are_executed_in_their_order(open_group: OpenG
         assert await group.call("all_seen") == expected
 
 
-async def test_calls_are_sent_while_others_are_executed(open_group: OpenGroup, fifo: Path) -> None:
+async def test_calls_are_sent_while_others_are_executed(open_group: OpenGroup, gate: Gate) -> None:
     """They are in the channel before the first is answered, and their results come to their callers."""
     async with open_group() as group:
         before = group.channel.statistics().messages
-        calls = [asyncio.create_task(group.call("wait_at", str(fifo)))]
+        calls = [asyncio.create_task(group.call("wait_at", gate.path))]
         calls += [asyncio.create_task(group.call("see", number)) for number in range(20)]
         await eventually_async(lambda: group.channel.statistics().messages == before + 21, "they wait for each other")
         assert not any(call.done() for call in calls)
-        await open_gate(fifo, 2)
+        gate.open(2)
         assert await asyncio.gather(*calls) == [[0, 1], *[[number, number] for number in range(20)]]
 
 
@@ -151,15 +150,15 @@ async def test_a_result_that_does_not_unpickle(open_group: OpenGroup) -> None:
 # Cancelling -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_call_is_executed_and_its_results_are_dropped(open_group: OpenGroup, fifo: Path) -> None:
+async def test_a_cancelled_call_is_executed_and_its_results_are_dropped(open_group: OpenGroup, gate: Gate) -> None:
     """Calls after it get their own results."""
     async with open_group() as group:
-        calls = [asyncio.create_task(group.call("wait_at", str(fifo)))]
+        calls = [asyncio.create_task(group.call("wait_at", gate.path))]
         calls += [asyncio.create_task(group.call("see", number)) for number in (1, 2)]
         await asyncio.sleep(0)  # they are sent
         for call in calls[:2]:
             call.cancel()
-        await open_gate(fifo, 2)
+        gate.open(2)
         assert await calls[2] == [2, 2]
         assert all(call.cancelled() for call in calls[:2])
         assert await group.call("all_seen") == [["waits", 1, 2]] * 2

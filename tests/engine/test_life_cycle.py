@@ -16,7 +16,7 @@ import torch
 from aioarena import ClosedError, EncodeError, NoSpaceError, WorkerLostError, WrongContextError, engine
 from aioarena.engine import WorkerGroup
 from tests.engine import objects
-from tests.engine.conftest import OPTIONS, OpenGroup, open_gate
+from tests.engine.conftest import OPTIONS, Gate, OpenGroup
 from tests.multiprocess.harness import eventually_async
 
 
@@ -112,10 +112,10 @@ async def reach(when: str, group: WorkerGroup, tmp_path: Path) -> None:
         await eventually_async((tmp_path / "pid-1").exists, "the factory is not called")
 
 
-async def test_closing_lets_workers_finish_what_was_sent(open_group: OpenGroup, fifo: Path) -> None:
+async def test_closing_lets_workers_finish_what_was_sent(open_group: OpenGroup, gate: Gate) -> None:
     """Its callers get their results; who calls later does not."""
     async with open_group() as group:
-        calls = [asyncio.create_task(group.call("wait_at", str(fifo)))]
+        calls = [asyncio.create_task(group.call("wait_at", gate.path))]
         calls += [asyncio.create_task(group.call("asee", number)) for number in range(10)]
         await asyncio.sleep(0)  # they are sent
         closing = asyncio.create_task(group.aclose())
@@ -123,7 +123,7 @@ async def test_closing_lets_workers_finish_what_was_sent(open_group: OpenGroup, 
         await asyncio.sleep(0)
         with pytest.raises(ClosedError):
             await group.call("see", 10)
-        await open_gate(fifo, 2)
+        gate.open(2)
         await closing
         assert await asyncio.gather(*calls) == [[0, 1], *[[number, number] for number in range(10)]]
         assert [worker.exit_code for worker in group._workers] == [0, 0]

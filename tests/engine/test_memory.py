@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
 from aioarena.engine import WorkerGroup
-from tests.engine.conftest import OpenGroup, open_gate
+from tests.engine.conftest import Gate, OpenGroup
 from tests.multiprocess.harness import eventually_async
 
 NUMEL = 1 << 20  # of float32: 4 MiB
@@ -66,19 +65,19 @@ async def test_arguments_are_free_when_the_reply_is_here(open_group: OpenGroup) 
             assert group.channel.statistics().slots_used == 0
 
 
-async def test_arguments_are_not_held_until_the_replies_are_here(open_group: OpenGroup, fifo: Path) -> None:
+async def test_arguments_are_not_held_until_the_replies_are_here(open_group: OpenGroup, gate: Gate) -> None:
     """Once the call is in the channel, the caller's memory is not needed any more."""
     async with open_group() as group:
         before = group.channel.statistics().messages
         tensor = numbers(0)
         gone = weakref.ref(tensor)
-        call = asyncio.create_task(group.call("wait_at", str(fifo), tensor))
+        call = asyncio.create_task(group.call("wait_at", gate.path, tensor))
         del tensor
         await eventually_async(lambda: group.channel.statistics().messages == before + 1, "it is not sent")
         await asyncio.sleep(0)
         assert gone() is None
         assert not call.done()
-        await open_gate(fifo, 2)
+        gate.open(2)
         assert await call == [0, 1]
 
 
