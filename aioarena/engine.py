@@ -145,7 +145,6 @@ class WorkerGroup:
         self._workers: list[_Worker] = []
         self._sent = 0  # calls that are in the channel
         self._lost: _Worker | None = None  # the first that was lost
-        self._broken = asyncio.Event()  # set with _lost
         self._failed = False  # it did not start: nothing of it is worth waiting for
         self._hurry = asyncio.Event()  # aclose was cancelled
         self._opening: asyncio.Task[None] | None = None
@@ -423,8 +422,8 @@ class WorkerGroup:
         except ReaderLostError as error:
             # Its end is on its way to us, too. Should it live, with its connection broken, then it ends now.
             self._workers[error.rank].signal(signal.SIGKILL)
-            await self._broken.wait()
-            raise self._lost_error() from None
+            await self._workers[error.rank].ended.wait()
+            raise self._lost_error(self._workers[error.rank]) from None
         # No await since it was sent: calls are numbered, and replies expected, in the order they have in the channel.
         del args, kwargs
         if self._lost is not None:  # while this waited to be sent
@@ -486,19 +485,18 @@ class WorkerGroup:
             await worker.ended.wait()
             late.cancel()
         await worker.ended.wait()
-        if self._state is not State.CLOSING or worker.pending or worker.exit_code != 0:
+        if self._state is not State.CLOSING or worker.pending:
             self._lose(worker)
 
     def _lose(self, worker: _Worker) -> None:
         if self._lost is None:
             self._lost = worker
-            self._broken.set()
         for each in self._workers:
             while each.pending:
                 each.pending.popleft()[1].finish()
 
     def _lost_error(self, worker: _Worker | None = None) -> WorkerLostError:
-        worker = worker if worker is not None else self._lost
+        worker = self._lost if self._lost is not None else worker
         assert worker is not None
         code = worker.exit_code
         killed = -code if code is not None and code < 0 else None

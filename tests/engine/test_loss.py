@@ -91,6 +91,7 @@ async def test_a_loss_matters_more_than_what_its_peers_raise(open_group: OpenGro
     """They raise because of it, as collective operations do. It is noted."""
     async with open_group() as group:
         call = asyncio.create_task(group.call("fail_or_wait", 0))
+        await asyncio.sleep(0)  # it is sent
         assert await group.call_one(0, "see", 1) == 1  # by now it has failed
         os.kill(group.pids[1], signal.SIGKILL)
         with pytest.raises(WorkerLostError) as caught:
