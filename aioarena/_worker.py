@@ -48,7 +48,7 @@ class Failure:
     Attributes:
         what: Its type and text.
         traceback: How Python prints it.
-        pickled: Itself; None if it is no ``Exception``, does not pickle, or would not unpickle.
+        pickled: Itself; None if it is no ``Exception``, or does not pickle.
         remote: Whether it was raised in the worker, not in taking its reply.
     """
 
@@ -75,7 +75,7 @@ class Failure:
             return None
         try:
             error = pickle.loads(self.pickled)
-        except Exception:  # of a class that cannot be imported here, say
+        except Exception:  # of a class that cannot be imported here, or whose __init__ takes other arguments than args
             return None
         return error if isinstance(error, Exception) else None
 
@@ -84,11 +84,9 @@ def _pickled(error: BaseException) -> bytes | None:
     if not isinstance(error, Exception):
         return None
     try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)  # exceptions whose __init__ takes other arguments than args pickle, but do not come back
+        return pickle.dumps(error)
     except Exception:  # whatever it is: the caller gets its text
         return None
-    return pickled
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,11 @@ class Recorder:
             raise error or ValueError(f"rank {self.rank} fails")
         return self.rank
 
+    def fail_in_a_cycle(self, *_: Any) -> None:
+        error = ValueError("refers to itself")
+        error.itself = error  # type: ignore[attr-defined]
+        raise error
+
     def fail_with(self, make: Callable[[], BaseException]) -> None:
         raise make()
 
@@ -61,6 +66,11 @@ class Recorder:
         if self.rank == rank:
             raise ValueError(f"rank {rank} fails")
         await asyncio.Event().wait()
+
+    async def echo_or_wait_at(self, rank: int, gate: str, tensor: Any) -> Any:
+        if self.rank == rank:
+            return tensor
+        return await self.wait_at(gate)
 
     async def wait_for_ever(self) -> None:
         await asyncio.Event().wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aioarena import WorkerLostError
 from aioarena.engine import WorkerGroup
@@ -62,6 +63,18 @@ async def test_calls_that_are_not_sent_yet_when_a_worker_dies(open_group: OpenGr
         os.kill(group.pids[0], signal.SIGKILL)
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             assert_killed(outcome, 0, group.pids[0])
+
+
+async def test_a_call_whose_copy_is_under_way_when_a_worker_is_lost(open_group: OpenGroup) -> None:
+    """It may still be sent, but nobody will reply."""
+    async with open_group() as group:
+        call = asyncio.create_task(group.call("see", 1, torch.ones(1 << 20)))
+        await asyncio.sleep(0)
+        assert not group._workers[0].pending
+        # As the pump does; the sender has not noticed.
+        group._lose(group._workers[0])
+        with pytest.raises(WorkerLostError):
+            await call
 
 
 async def test_what_a_worker_replied_before_its_end_counts(open_group: OpenGroup) -> None:

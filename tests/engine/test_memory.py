@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
 
 import pytest
@@ -46,7 +45,7 @@ async def test_large_tensors_travel_through_the_arenas_both_ways(open_group: Ope
         await all_released(group)
 
 
-@pytest.mark.parametrize("method", ["see", "asee", "echo", "fail", "no_such_method"])
+@pytest.mark.parametrize("method", ["see", "asee", "echo", "fail", "fail_in_a_cycle", "no_such_method"])
 async def test_workers_hold_no_arguments_while_they_wait(open_group: OpenGroup, method: str) -> None:
     """Whatever came of the call; nor do those that were not asked."""
     async with open_group() as group:
@@ -81,22 +80,23 @@ async def test_arguments_are_not_held_until_the_replies_are_here(open_group: Ope
         assert await call == [0, 1]
 
 
-async def test_results_of_a_cancelled_call_are_not_held(open_group: OpenGroup) -> None:
-    """Whether they come before it is cancelled, or after."""
+async def test_results_of_a_cancelled_call_are_not_held(open_group: OpenGroup, gate: Gate) -> None:
+    """Neither those that came before it was cancelled, while others are to come, nor those that come after."""
     async with open_group() as group:
-        early = asyncio.create_task(group.call("echo", numbers(0)))
-        await asyncio.sleep(0)
-        late = asyncio.create_task(group.call("echo", numbers(0)))
-        reader = group._workers[0].replies
-        assert reader is not None
-        await eventually_async(lambda: reader.statistics().messages >= 2, "no reply")
-        early.cancel()
-        late.cancel()
-        await asyncio.wait([early, late])
-        del early, late
+        early, late = (group._workers[rank].replies for rank in range(2))
+        assert early is not None and late is not None
+        before = early.statistics().messages
+        call = asyncio.create_task(group.call("echo_or_wait_at", 0, gate.path, numbers(0)))
+        after = asyncio.create_task(group.call("echo", numbers(0)))
+        await eventually_async(lambda: early.statistics().messages == before + 2, "no reply")
+        assert early.statistics().spans_held == 2
+        call.cancel()
+        after.cancel()
+        await asyncio.wait([call, after])
+        assert early.statistics().spans_held == 0
+        gate.open(1)
         assert await group.call("see", 1) == [1, 1]
-        gc.collect()
-        assert reader.statistics().spans_held == 0
+        assert late.statistics().spans_held == 0
         await all_released(group)
 
 
