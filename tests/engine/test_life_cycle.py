@@ -153,17 +153,21 @@ def ignores_sigterm(pid: int) -> bool:
 
 
 async def test_closing_that_is_cancelled_kills_the_workers(open_group: OpenGroup) -> None:
-    async with open_group() as group:
-        call = asyncio.create_task(group.call("wait_for_ever"))
-        await asyncio.sleep(0)
+    """At once, whatever ``grace`` is, and though they ignore SIGTERM."""
+    async with open_group(grace=1e6) as group:
+        call = asyncio.create_task(group.call("block", True))
+        await asyncio.sleep(0)  # it is sent
+        for pid in group.pids:
+            await eventually_async(lambda pid=pid: ignores_sigterm(pid), "it is not called")
         closing = asyncio.create_task(group.aclose())
         await asyncio.sleep(0)
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
         assert_gone(group.pids)
-        with pytest.raises(WorkerLostError):
+        with pytest.raises(WorkerLostError) as caught:
             await call
+        assert caught.value.signal == signal.SIGKILL
 
 
 async def test_several_close_at_a_time(open_group: OpenGroup) -> None:

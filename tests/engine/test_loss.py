@@ -131,10 +131,10 @@ def wait_for_ends(pidfds: list[int]) -> None:
         os.close(pidfd)
 
 
-def start_parent(method: str, loop: str) -> tuple[subprocess.Popen[str], list[int]]:
+def start_parent(method: str, loop: str, grace: float) -> tuple[subprocess.Popen[str], list[int]]:
     """A process with two workers that are in a call, in a process group of its own."""
     parent = subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.parent", method, loop],
+        [sys.executable, "-m", "tests.engine.parent", method, loop, str(grace)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -147,18 +147,21 @@ def start_parent(method: str, loop: str) -> tuple[subprocess.Popen[str], list[in
     return parent, [os.pidfd_open(int(pid)) for pid in line.split()]
 
 
-@pytest.mark.parametrize(("method", "loop"), [("wait_for_ever", "uvloop"), ("block", "asyncio")])
-def test_workers_end_with_their_parent(no_leaks: None, method: str, loop: str) -> None:
-    """Killed, it ends workers that are in a coroutine, and those whose loop is held up."""
-    parent, pidfds = start_parent(method, loop)
+@pytest.mark.parametrize(
+    ("method", "loop", "grace"), [("who", "asyncio", 1e6), ("wait_for_ever", "uvloop", 0.1), ("block", "asyncio", 0.1)]
+)
+def test_workers_end_with_their_parent(no_leaks: None, method: str, loop: str, grace: float) -> None:
+    """Those that wait for a call end at once, those in a call some time later, whether their loop turns or not."""
+    parent, pidfds = start_parent(method, loop, grace)
     parent.kill()
-    parent.communicate()
     wait_for_ends(pidfds)
+    _, errors = parent.communicate()
+    assert "Traceback" not in errors
 
 
 def test_ctrl_c_is_for_the_parent(no_leaks: None) -> None:
     """All processes of a terminal get it: the parent ends the workers, and none of them complains."""
-    parent, pidfds = start_parent("block", "asyncio")
+    parent, pidfds = start_parent("block", "asyncio", 0.1)
     os.killpg(parent.pid, signal.SIGINT)
     _, errors = parent.communicate(timeout=PATIENCE)
     wait_for_ends(pidfds)
