@@ -69,7 +69,8 @@ class WorkerGroup:
 
     The constructor reserves memory; ``async with`` (or :meth:`start` and :meth:`aclose`) starts the processes and binds the
     group to the running event loop. All calls belong on that loop. As with any process that is spawned, the main module
-    must be importable without starting anything: put that behind ``if __name__ == "__main__"``.
+    must be importable without starting anything: put that behind ``if __name__ == "__main__"``. Workers are daemons in the
+    sense of ``multiprocessing``: they end with this process, and cannot start processes with it themselves.
 
     Calls are executed by each worker in the order in which they were made, one at a time: plain functions on the worker's
     event loop, coroutines as its task. Many may be under way; a worker takes the next one as soon as it has replied.
@@ -93,6 +94,8 @@ class WorkerGroup:
             they are killed; for the other workers to reply once one has raised; and for workers to outlive this process.
 
     Attributes:
+        name: For logs.
+        size: How many workers there are.
         channel: The sender of the calls, for ``empty`` and its kin and for ``statistics``. Send nothing on it.
 
     Raises:
@@ -100,6 +103,8 @@ class WorkerGroup:
         NoSpaceError: There is not enough memory for the channel of calls.
     """
 
+    name: str
+    size: int
     channel: Sender
 
     def __init__(

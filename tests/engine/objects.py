@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,10 @@ class Recorder:
 
     def exit(self, code: int) -> None:
         sys.exit(code)
+
+    def exit_slowly(self) -> None:
+        threading.Thread(target=threading.Event().wait).start()  # joined at the exit
+        sys.exit(0)
 
     def exit_at_once(self, code: int) -> None:
         os._exit(code)

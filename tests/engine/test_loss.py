@@ -100,6 +100,14 @@ async def test_a_method_that_exits(open_group: OpenGroup) -> None:
         assert (caught.value.rank, caught.value.exit_code) == (1, 0)
 
 
+async def test_a_method_that_exits_and_does_not_come_to_an_end(open_group: OpenGroup) -> None:
+    """It is killed, so that its caller learns of it."""
+    async with open_group(grace=0.1) as group:
+        with pytest.raises(WorkerLostError) as caught:
+            await group.call_one(1, "exit_slowly")
+        assert_killed(caught.value, 1, group.pids[1])
+
+
 async def test_a_loss_matters_more_than_what_its_peers_raise(open_group: OpenGroup) -> None:
     """They raise because of it, as collective operations do. It is noted."""
     async with open_group() as group:
