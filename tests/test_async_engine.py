@@ -82,7 +82,7 @@ class Server:
         for pidfd in workers:
             assert select.select([pidfd], [], [], 0)[0], "a worker is left"
             os.close(pidfd)
-        assert not list(self._tmpdir.glob("async-engine-*"))
+        assert not [*self._tmpdir.glob("async-engine-*"), *self._tmpdir.glob("aioarena-*/*")]
         return log
 
     def kill(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -57,6 +58,7 @@ def open_group(no_leaks: None) -> Iterator[OpenGroup]:
     yield _open
     for pid in started:
         assert not _alive(pid), f"worker {pid} was left"
+        assert not list(Path(tempfile.gettempdir()).glob(f"aioarena-*/*-{pid}-*")), f"worker {pid} left files"
     assert not multiprocessing.active_children()
 
 
