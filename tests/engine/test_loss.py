@@ -30,8 +30,8 @@ def assert_killed(error: Any, rank: int, pid: int, number: int = signal.SIGKILL)
 
 
 async def test_a_death_fails_all_calls(open_group: OpenGroup) -> None:
-    """Those that are pending, also those that wait for another worker, and all later ones."""
-    async with open_group(3) as group:
+    """Those that are pending, also those that wait for another worker, and all later ones. Closing does not wait, then."""
+    async with open_group(3, grace=1e6) as group:
         assert group.loss is None
         pids = group.pids
         pending = [
