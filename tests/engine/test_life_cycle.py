@@ -71,6 +71,26 @@ async def test_a_worker_that_cannot_attach(no_leaks: None) -> None:
     assert_gone(group.pids)
 
 
+async def test_a_worker_that_dies_before_it_attaches(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noticed, too, where somebody keeps its pipe open, as a child would that was forked meanwhile."""
+    start = engine._Worker.start
+    kept: list[int] = []
+
+    def start_and_kill(*args: Any) -> engine._Worker:
+        worker = start(*args)
+        kept.append(os.open(f"/proc/self/fd/{worker._pipe.fileno()}", os.O_WRONLY))
+        os.kill(worker.pid, signal.SIGKILL)
+        return worker
+
+    monkeypatch.setattr(engine._Worker, "start", start_and_kill)
+    group = new_group(size=1)
+    with pytest.raises(WorkerLostError) as caught:
+        await group.start()
+    assert (caught.value.rank, caught.value.signal) == (0, signal.SIGKILL)
+    assert_gone(group.pids)
+    os.close(kept[0])
+
+
 async def test_a_worker_that_dies_while_it_starts(no_leaks: None, tmp_path: Path) -> None:
     group = new_group(objects.block_in, 2, f"{tmp_path}/pid")
     starting = asyncio.create_task(group.start())
