@@ -310,6 +310,7 @@ class WorkerGroup:
             self._opening.exception()  # whoever started knows
         self._making = ()
         channel = self._loop.create_task(self.channel.aclose())
+        await asyncio.sleep(0)  # cancelled before it has begun, it would close nothing
         # What is sent by now is what they finish; a channel that stays open for its frames does not keep them.
         hopeless = self._failed or self._lost is not None
         if not await self._all_ended(0 if hopeless else self._grace):
