@@ -6,6 +6,7 @@ Calls the method, prints the workers' process ids, and waits for ever.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from typing import Any
 
@@ -25,5 +26,6 @@ async def main(method: str, loop: Any, grace: float) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if sys.argv[2] == "uvloop" else None) as runner:
         runner.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
