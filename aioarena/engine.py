@@ -8,24 +8,20 @@ travel through arenas both ways. When one worker dies, everything that was asked
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import multiprocessing
-import os
 import signal
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from aioarena import _worker
 from aioarena._asyncio import State
+from aioarena._group import Call, Worker
 from aioarena._platform.memory import sweep
-from aioarena._types import ArenaConfig, Handle
+from aioarena._types import ArenaConfig
 from aioarena._worker import Failure, WorkerOptions, WorkerTraceback
 from aioarena.exceptions import (
     ArenaError,
@@ -48,9 +44,6 @@ logger = logging.getLogger("aioarena")
 
 # Of each worker's channel of replies. 256 MiB, a guess: results are smaller than arguments, and there are many workers.
 _REPLY_ARENA = ArenaConfig(slots=4096)
-
-# Seconds that reaping a dead process may take: with forkserver, until the server passes its exit code on. A guess.
-_REAPING = 1.0
 
 
 def receiver() -> Receiver:
@@ -147,9 +140,9 @@ class WorkerGroup:
         self._grace = float(grace)
         self._state = State.NEW
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._sent = 0  # calls that are in the channel
-        self._lost: _Worker | None = None  # the first that was lost
+        self._lost: Worker | None = None  # the first that was lost
         self._failed = False  # it did not start: nothing of it is worth waiting for
         self._hurry = asyncio.Event()  # aclose was cancelled
         self._opening: asyncio.Task[None] | None = None
@@ -269,11 +262,11 @@ class WorkerGroup:
                     loop=self._loop_kind,
                     grace=self._grace,
                 )
-                self._workers.append(_Worker.start(context, self.channel.handle, options))
+                self._workers.append(Worker.start(context, self.channel.handle, options))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    async def _attach(self, worker: _Worker) -> None:
+    async def _attach(self, worker: Worker) -> None:
         """Wait until a worker reads its calls, and read its replies."""
         greeting = await worker.greeting()
         if isinstance(greeting, Failure):
@@ -435,7 +428,7 @@ class WorkerGroup:
         if self._lost is not None:  # while this waited to be sent
             raise self._lost_error()
         self._sent += 1
-        call = _Call(self._loop, [worker.rank for worker in workers], self._grace)
+        call = Call(self._loop, [worker.rank for worker in workers], self._grace)
         for worker in workers:
             worker.pending.append((self._sent, call))
         try:
@@ -444,7 +437,7 @@ class WorkerGroup:
         finally:
             call.drop()
 
-    def _results(self, call: _Call, method: str | None) -> list[Any]:
+    def _results(self, call: Call, method: str | None) -> list[Any]:
         doing = "making the object" if method is None else f"calling {method}()"
         failures = [(self._workers[rank], call.outcomes[rank]) for rank in sorted(call.failed)]
         error: Exception
@@ -464,7 +457,7 @@ class WorkerGroup:
         finally:
             del error  # which refers to this frame
 
-    def _error(self, worker: _Worker, failure: Failure, doing: str) -> Exception:
+    def _error(self, worker: Worker, failure: Failure, doing: str) -> Exception:
         where = f"{worker.describe()}, {doing}"
         error = failure.load() or WorkerError(f"{where}: {failure.what}")
         error.__cause__ = WorkerTraceback(f"{where}:\n{failure.traceback}")
@@ -473,7 +466,7 @@ class WorkerGroup:
 
     # Replies and ends -----------------------------------------------------------------------------------------------
 
-    async def _pump(self, worker: _Worker) -> None:
+    async def _pump(self, worker: Worker) -> None:
         """Hand on the replies of a worker, until there are no more; then it has ended, or is about to."""
         assert worker.replies is not None
         while True:
@@ -494,14 +487,14 @@ class WorkerGroup:
         if self._state is not State.CLOSING or worker.pending:
             self._lose(worker)
 
-    def _lose(self, worker: _Worker) -> None:
+    def _lose(self, worker: Worker) -> None:
         if self._lost is None:
             self._lost = worker
         for each in self._workers:
             while each.pending:
                 each.pending.popleft()[1].finish()
 
-    def _lost_error(self, worker: _Worker | None = None) -> WorkerLostError:
+    def _lost_error(self, worker: Worker | None = None) -> WorkerLostError:
         worker = self._lost if self._lost is not None else worker
         assert worker is not None
         code = worker.exit_code
@@ -536,172 +529,6 @@ class WorkerGroup:
                 f"{self!r} lives on the event loop that started it; call it from a task there, e.g. with "
                 "asyncio.run_coroutine_threadsafe"
             )
-
-
-class _Call:
-    """A call that was sent, and what has come of it.
-
-    Attributes:
-        done: Set when there is nothing more to wait for.
-        outcomes: The replies, by rank: results and failures.
-        missing: Ranks that have not replied.
-        failed: Ranks that raised.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, ranks: Iterable[int], grace: float) -> None:
-        self.done: asyncio.Future[None] = loop.create_future()
-        self.outcomes: dict[int, Any] = {}
-        self.missing = set(ranks)
-        self.failed: set[int] = set()
-        self._loop = loop
-        self._grace = grace
-        self._timer: asyncio.TimerHandle | None = None
-
-    def answer(self, rank: int, outcome: Any) -> None:
-        if self.done.done():
-            return  # cancelled, or given up
-        self.outcomes[rank] = outcome
-        self.missing.discard(rank)
-        if isinstance(outcome, Failure):
-            self.failed.add(rank)
-            if self._timer is None:
-                # The others may be waiting for this one, in a collective operation, for ever.
-                self._timer = self._loop.call_later(self._grace, self.finish)
-        if not self.missing:
-            self.finish()
-
-    def finish(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-    def drop(self) -> None:
-        """Let go of the replies: those that come are dropped, too."""
-        self.done.cancel()
-        self.outcomes = {}
-        if self._timer is not None:
-            self._timer.cancel()
-
-
-class _Worker:
-    """A worker process, seen from its parent.
-
-    Attributes:
-        rank: Its rank.
-        pid: Its process id.
-        ended: Set when it is dead, and reaped.
-        exit_code: As ``multiprocessing`` counts, negative for a signal; None while it lives, or if somebody else reaped it.
-        replies: Where its replies come in, once it has attached.
-        pending: Calls whose replies are to come, with their numbers, in that order.
-        pump: The task that takes the replies.
-    """
-
-    def __init__(self, rank: int, process: BaseProcess, pidfd: int, pipe: Connection[Any, Any]) -> None:
-        assert process.pid is not None
-        self.rank = rank
-        self.pid = process.pid
-        self.ended = asyncio.Event()
-        self.exit_code: int | None = None
-        self.replies: Receiver | None = None
-        self.pending: deque[tuple[int, _Call]] = deque()
-        self.pump: asyncio.Task[None] | None = None
-        self._process = process
-        self._pidfd = pidfd
-        self._pipe = pipe
-        self._greeted: asyncio.Future[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    @classmethod
-    def start(cls, context: Any, handle: Handle, options: WorkerOptions) -> Self:
-        """Start a process. Any thread may call."""
-        ours, theirs = context.Pipe(duplex=False)
-        try:
-            # A daemon, so that it does not keep this process from ending where nobody closes the group.
-            process = context.Process(
-                target=_worker.main, args=(handle, options, theirs), name=f"aioarena-{options.name}", daemon=True
-            )
-            process.start()
-            try:
-                # Only we reap our child, so the pid is its own. If a fork server has reaped it by now, this raises.
-                return cls(options.rank, process, os.pidfd_open(process.pid), ours)
-            except BaseException:
-                process.kill()
-                process.join()
-                raise
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-
-    def describe(self) -> str:
-        return f"worker {self.rank} (pid {self.pid})"
-
-    def describe_end(self) -> str:
-        if self.exit_code is None:
-            return "ended"
-        if self.exit_code >= 0:
-            return f"ended with code {self.exit_code}"
-        try:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
-        except ValueError:  # a real-time signal
-            return f"was killed by signal {-self.exit_code}"
-
-    def watch(self) -> None:
-        """Notice its end, on the running loop."""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._pidfd, self._on_end)
-
-    def _on_end(self) -> None:
-        assert self._loop is not None
-        self._loop.remove_reader(self._pidfd)
-        self._process.join(_REAPING)
-        self.exit_code = self._process.exitcode
-        self.ended.set()
-        self._on_pipe()
-
-    def _on_pipe(self) -> None:
-        if self._greeted is not None and not self._greeted.done():
-            self._greeted.set_result(None)
-
-    async def greeting(self) -> Handle | Failure | None:
-        """The handle of its replies, once it has attached; what kept it from that; or None if it ended."""
-        assert self._loop is not None
-        fd = self._pipe.fileno()
-        if not self.ended.is_set():
-            self._greeted = self._loop.create_future()
-            self._loop.add_reader(fd, self._on_pipe)
-            try:
-                await self._greeted
-            finally:
-                self._loop.remove_reader(fd)
-        os.set_blocking(fd, True)  # uvloop leaves it otherwise
-        with self._pipe, contextlib.suppress(EOFError, OSError):
-            if self._pipe.poll():
-                greeting: Handle | Failure = self._pipe.recv()
-                return greeting
-        return None
-
-    def answer(self, number: int | None, outcome: Any) -> None:
-        """Hand on a reply. None as number stands for that of the reply that is due."""
-        # Failures to unpickle a call come also from workers that it was not for.
-        if self.pending and number in (self.pending[0][0], None):
-            self.pending.popleft()[1].answer(self.rank, outcome)
-
-    def signal(self, number: int) -> None:
-        if not self.ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
-
-    async def dispose(self) -> None:
-        """Free everything of a process that has ended."""
-        if self.pump is not None:
-            await asyncio.wait([self.pump])  # the channel of a dead process ends
-        if self.replies is not None:
-            await self.replies.aclose()
-        os.close(self._pidfd)
-        self._pipe.close()
-        self._process.join(_REAPING)
-        self._process.close()
 
 
 async def _all(coroutines: list[Coroutine[Any, Any, None]]) -> None:

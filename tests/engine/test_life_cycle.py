@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioarena import ClosedError, EncodeError, NoSpaceError, WorkerLostError, WrongContextError, engine
+from aioarena import ClosedError, EncodeError, NoSpaceError, WorkerLostError, WrongContextError, _group, engine
 from aioarena.engine import WorkerGroup
 from tests.engine import objects
 from tests.engine.conftest import OPTIONS, Gate, OpenGroup
@@ -73,16 +73,16 @@ async def test_a_worker_that_cannot_attach(no_leaks: None) -> None:
 
 async def test_a_worker_that_dies_before_it_attaches(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noticed, too, where somebody keeps its pipe open, as a child would that was forked meanwhile."""
-    start = engine._Worker.start
+    start = _group.Worker.start
     kept: list[int] = []
 
-    def start_and_kill(*args: Any) -> engine._Worker:
+    def start_and_kill(*args: Any) -> _group.Worker:
         worker = start(*args)
         kept.append(os.open(f"/proc/self/fd/{worker._pipe.fileno()}", os.O_WRONLY))
         os.kill(worker.pid, signal.SIGKILL)
         return worker
 
-    monkeypatch.setattr(engine._Worker, "start", start_and_kill)
+    monkeypatch.setattr(_group.Worker, "start", start_and_kill)
     group = new_group(size=1)
     with pytest.raises(WorkerLostError) as caught:
         await group.start()
