@@ -174,7 +174,7 @@ def ignores_sigterm(pid: int) -> bool:
 
 async def test_closing_that_is_cancelled_kills_the_workers(open_group: OpenGroup) -> None:
     """At once, whatever ``grace`` is, and though they ignore SIGTERM."""
-    async with open_group(grace=1e6) as group:
+    async with open_group(grace=1e3) as group:
         call = asyncio.create_task(group.call("block", True))
         await asyncio.sleep(0)  # it is sent
         for pid in group.pids:

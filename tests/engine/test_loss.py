@@ -31,7 +31,7 @@ def assert_killed(error: Any, rank: int, pid: int, number: int = signal.SIGKILL)
 
 async def test_a_death_fails_all_calls(open_group: OpenGroup) -> None:
     """Those that are pending, also those that wait for another worker, and all later ones. Closing does not wait, then."""
-    async with open_group(3, grace=1e6) as group:
+    async with open_group(3, grace=1e3) as group:
         assert group.loss is None
         pids = group.pids
         pending = [
@@ -156,7 +156,7 @@ def start_parent(method: str, loop: str, grace: float) -> tuple[subprocess.Popen
 
 
 @pytest.mark.parametrize(
-    ("method", "loop", "grace"), [("who", "asyncio", 1e6), ("wait_for_ever", "uvloop", 0.1), ("block", "asyncio", 0.1)]
+    ("method", "loop", "grace"), [("who", "asyncio", 1e3), ("wait_for_ever", "uvloop", 0.1), ("block", "asyncio", 0.1)]
 )
 def test_workers_end_with_their_parent(no_leaks: None, method: str, loop: str, grace: float) -> None:
     """Those that wait for a call end at once, those in a call some time later, whether their loop turns or not."""
