@@ -26,6 +26,8 @@ from aioarena.exceptions import (  # noqa: E402
     ReaderLostError,
     SenderLostError,
     TimedOutError,
+    WorkerError,
+    WorkerLostError,
     WouldBlock,
     WrongContextError,
 )
@@ -55,6 +57,8 @@ __all__ = [
     "SenderLostError",
     "SenderStatistics",
     "TimedOutError",
+    "WorkerError",
+    "WorkerLostError",
     "WouldBlock",
     "WrongContextError",
     "from_process_group",

@@ -7,7 +7,9 @@
     ├── EndOfChannel         the sender left, all was received       stop; ``async for`` does it for you
     ├── PeerLostError        the other end died                      reopen the channel
     │   ├── ReaderLostError  a reader died or vanished (.rank)       restart that rank, or close
-    │   └── SenderLostError  the sender died (.received)             wait for a new sender
+    │   ├── SenderLostError  the sender died (.received)             wait for a new sender
+    │   └── WorkerLostError  a worker of a group died (.rank)        close the group, make a new one
+    ├── WorkerError          what a worker raised does not pickle    see its cause
     ├── EvictedError         the sender gave this reader up          attach again
     ├── BusyError            this end is already in that call        one such call at a time
     ├── WouldBlock           only from ``*_nowait``                  wait, or skip
@@ -44,6 +46,8 @@ __all__ = [
     "ReaderLostError",
     "SenderLostError",
     "TimedOutError",
+    "WorkerError",
+    "WorkerLostError",
     "WouldBlock",
     "WrongContextError",
 ]
@@ -51,6 +55,17 @@ __all__ = [
 
 class ArenaError(Exception):
     """Root of everything this library raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Past the constructor, which wants more than the message.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[ArenaError], args: tuple[object, ...], attributes: dict[str, object]) -> ArenaError:
+    error = cls.__new__(cls, *args)
+    (OSError if isinstance(error, OSError) else Exception).__init__(error, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ClosedError(ArenaError):
@@ -107,6 +122,37 @@ class SenderLostError(PeerLostError):
     def __init__(self, message: str, *, pid: int, received: int = 0) -> None:
         super().__init__(message, pid=pid)
         self.received = received
+
+
+class WorkerLostError(PeerLostError):
+    """A worker of a :class:`aioarena.engine.WorkerGroup` ended, and with it the group.
+
+    Raised by all calls that were pending and by all later ones.
+
+    Attributes:
+        rank: Rank of the worker.
+        signal: Number of the signal that killed it, else None.
+        exit_code: The code it ended with; None if a signal killed it, or if somebody else has reaped it.
+    """
+
+    rank: int
+    signal: int | None
+    exit_code: int | None
+
+    def __init__(
+        self, message: str, *, pid: int, rank: int, signal: int | None = None, exit_code: int | None = None
+    ) -> None:
+        super().__init__(message, pid=pid)
+        self.rank = rank
+        self.signal = signal
+        self.exit_code = exit_code
+
+
+class WorkerError(ArenaError):
+    """A worker of a :class:`aioarena.engine.WorkerGroup` raised something that does not pickle, or is no ``Exception``.
+
+    The message has its type and text, the ``__cause__`` its traceback.
+    """
 
 
 class EvictedError(ArenaError):

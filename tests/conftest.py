@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
@@ -24,6 +25,10 @@ from aioarena._core.sender import SenderCore
 
 # Torch's threads spin for work, and the tests' tensors are small: on two cores they would only be in the way.
 torch.set_num_threads(1)
+
+# A shell that puts us in the background without job control has us ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 LOOPS: dict[str, LoopFactory] = {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}

@@ -1,0 +1,187 @@
+"""What a :class:`aioarena.engine.WorkerGroup` is made of: calls under way, and workers as their parent sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
+
+from aioarena import _worker
+from aioarena._types import Handle
+from aioarena._worker import Failure, WorkerOptions
+from aioarena.receiver import Receiver
+
+# Seconds that reaping a dead process may take: with forkserver, until the server passes its exit code on. A guess.
+_REAPING = 1.0
+
+
+class Call:
+    """A call that was sent, and what has come of it.
+
+    Attributes:
+        done: Set when there is nothing more to wait for.
+        outcomes: The replies, by rank: results and failures.
+        missing: Ranks that have not replied.
+        failed: Ranks that raised.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ranks: Iterable[int], grace: float) -> None:
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.outcomes: dict[int, Any] = {}
+        self.missing = set(ranks)
+        self.failed: set[int] = set()
+        self._loop = loop
+        self._grace = grace
+        self._timer: asyncio.TimerHandle | None = None
+
+    def answer(self, rank: int, outcome: Any) -> None:
+        if self.done.done():
+            return  # cancelled, or given up
+        self.outcomes[rank] = outcome
+        self.missing.discard(rank)
+        if isinstance(outcome, Failure):
+            self.failed.add(rank)
+            if self._timer is None:
+                # The others may be waiting for this one, in a collective operation, for ever.
+                self._timer = self._loop.call_later(self._grace, self.finish)
+        if not self.missing:
+            self.finish()
+
+    def finish(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def drop(self) -> None:
+        """Let go of the replies: those that come are dropped, too."""
+        self.done.cancel()
+        self.outcomes = {}
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class Worker:
+    """A worker process, seen from its parent.
+
+    Attributes:
+        rank: Its rank.
+        pid: Its process id.
+        ended: Set when it is dead, and reaped.
+        exit_code: As ``multiprocessing`` counts, negative for a signal; None while it lives, or if somebody else reaped it.
+        replies: Where its replies come in, once it has attached.
+        pending: Calls whose replies are to come, with their numbers, in that order.
+        pump: The task that takes the replies.
+    """
+
+    def __init__(self, rank: int, process: BaseProcess, pidfd: int, pipe: Connection[Any, Any]) -> None:
+        assert process.pid is not None
+        self.rank = rank
+        self.pid = process.pid
+        self.ended = asyncio.Event()
+        self.exit_code: int | None = None
+        self.replies: Receiver | None = None
+        self.pending: deque[tuple[int, Call]] = deque()
+        self.pump: asyncio.Task[None] | None = None
+        self._process = process
+        self._pidfd = pidfd
+        self._pipe = pipe
+        self._greeted: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def start(cls, context: Any, handle: Handle, options: WorkerOptions) -> Self:
+        """Start a process. Any thread may call."""
+        ours, theirs = context.Pipe(duplex=False)
+        try:
+            # A daemon, so that it does not keep this process from ending where nobody closes the group.
+            process = context.Process(
+                target=_worker.main, args=(handle, options, theirs), name=f"aioarena-{options.name}", daemon=True
+            )
+            process.start()
+            try:
+                # Only we reap our child, so the pid is its own. If a fork server has reaped it by now, this raises.
+                return cls(options.rank, process, os.pidfd_open(process.pid), ours)
+            except BaseException:
+                process.kill()
+                process.join()
+                raise
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+
+    def describe(self) -> str:
+        return f"worker {self.rank} (pid {self.pid})"
+
+    def describe_end(self) -> str:
+        if self.exit_code is None:
+            return "ended"
+        if self.exit_code >= 0:
+            return f"ended with code {self.exit_code}"
+        try:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        except ValueError:  # a real-time signal
+            return f"was killed by signal {-self.exit_code}"
+
+    def watch(self) -> None:
+        """Notice its end, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pidfd, self._on_end)
+
+    def _on_end(self) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(self._pidfd)
+        self._process.join(_REAPING)
+        self.exit_code = self._process.exitcode
+        self.ended.set()
+        self._on_pipe()
+
+    def _on_pipe(self) -> None:
+        if self._greeted is not None and not self._greeted.done():
+            self._greeted.set_result(None)
+
+    async def greeting(self) -> Handle | Failure | None:
+        """The handle of its replies, once it has attached; what kept it from that; or None if it ended."""
+        assert self._loop is not None
+        fd = self._pipe.fileno()
+        if not self.ended.is_set():
+            self._greeted = self._loop.create_future()
+            self._loop.add_reader(fd, self._on_pipe)
+            try:
+                await self._greeted
+            finally:
+                self._loop.remove_reader(fd)
+        os.set_blocking(fd, True)  # uvloop leaves it otherwise
+        with self._pipe, contextlib.suppress(EOFError, OSError):
+            if self._pipe.poll():
+                greeting: Handle | Failure = self._pipe.recv()
+                return greeting
+        return None
+
+    def answer(self, number: int | None, outcome: Any) -> None:
+        """Hand on a reply. None as number stands for that of the reply that is due."""
+        # Failures to unpickle a call come also from workers that it was not for.
+        if self.pending and number in (self.pending[0][0], None):
+            self.pending.popleft()[1].answer(self.rank, outcome)
+
+    def signal(self, number: int) -> None:
+        if not self.ended.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    async def dispose(self) -> None:
+        """Free everything of a process that has ended."""
+        if self.pump is not None:
+            await asyncio.wait([self.pump])  # the channel of a dead process ends
+        if self.replies is not None:
+            await self.replies.aclose()
+        os.close(self._pidfd)
+        self._pipe.close()
+        self._process.join(_REAPING)
+        self._process.close()
