@@ -8,7 +8,7 @@ from aioarena._platform.support import check as _check
 
 _check()
 
-from aioarena._groups import from_process_group  # noqa: E402
+from aioarena._process_groups import from_process_group  # noqa: E402
 from aioarena._types import ArenaConfig, Handle, ReaderStatus, ReceiverStatistics, SenderStatistics  # noqa: E402
 from aioarena.exceptions import (  # noqa: E402
     ArenaError,

@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack
 import numpy as np
 import torch
 
-from aioarena import _groups, receiver, sender
+from aioarena import _process_groups, receiver, sender
 from aioarena._asyncio import State
 from aioarena._driver import LoopDriver
 from aioarena._platform.process import require_descriptors
@@ -452,7 +452,7 @@ def from_process_group(
 ) -> Sender | Receiver:
     """As :func:`aioarena.from_process_group`, with a blocking Sender and blocking Receivers. Ranks may mix both calls."""
     end: Sender | Receiver = asyncio.run(
-        _groups.connect(
+        _process_groups.connect(
             group,
             src,
             lambda readers: Sender(readers, **(sender or {})),
