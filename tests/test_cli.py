@@ -468,7 +468,7 @@ def test_help_of_compare_names_what_there_is() -> None:
         (["bench"], "required: BENCH"),
         (["bench", "compare", "--readers", "0"], "must be at least 1, not 0"),
         (["bench", "compare", "--scenarios", "all"], "invalid choice: 'all'"),
-        (["bench", "compare", "--alternatives", "pipe"], "invalid choice: 'pipe'"),
+        (["bench", "compare", "--alternatives", "pigeon"], "invalid choice: 'pigeon'"),
     ],
 )
 def test_wrong_arguments_are_explained(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
