@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from aioarena._types import Handle
-from aioarena.exceptions import GroupError, HandleError
+from aioarena.exceptions import GroupError
 from aioarena.receiver import Receiver
 from aioarena.sender import Sender
 
@@ -63,7 +63,7 @@ class Place:
         return self.rank - (self.rank > self.src)
 
 
-def share_handle(place: Place, handle: Handle | None, error: BaseException | None) -> Handle | HandleError:
+def share_handle(place: Place, handle: Handle | None, error: BaseException | None) -> Handle | Exception:
     """Collective: the sender's handle at every rank, or what is wrong with it here. If there is none, all raise."""
     mine: Any = None
     if place.rank == place.src:
@@ -72,7 +72,7 @@ def share_handle(place: Place, handle: Handle | None, error: BaseException | Non
     dist.broadcast_object_list(shared, src=_global_rank(place), group=place.group)
     try:
         received = pickle.loads(shared[0])
-    except HandleError as problem:
+    except Exception as problem:  # of another build of the library, most likely; the others have to be told
         return problem
     if isinstance(received, _Failure):
         raise GroupError(f"rank {received.rank}, which was to send, could not make the channel: {received.what}") from error
@@ -156,7 +156,8 @@ async def from_process_group(
     """Give every rank of a process group its end of a channel, started: a Sender at ``src``, a Receiver at all others.
 
     Collective: all ranks of the group have to call it, with the same ``src``. Either all of them get an end or all raise.
-    All have to be processes of one user on one host; the group is only used here, and need not outlive the call.
+    All have to be processes of one user on one host; the group is only used here, and need not outlive the call. As with
+    any collective operation, cancelling it at one rank leaves the others waiting for that one.
 
     Args:
         group: A ``torch.distributed`` process group with a backend that can pass objects, e.g. gloo; None for the default.

@@ -16,12 +16,14 @@ index                   written    read        field
 17 (head's line)        sender     readers     messages published
 24 (own line)           sender     readers     sender parked: the tail it waits for, 0 when awake
 32 (own line)           sender     readers     closed: 1 once the sender closed in good order
+33                      sender     readers     trimming: 1 while memory is given back, when no reader may begin to pin
 40 + 16 r               sender     reader r    seat: incarnation that owns rank r, 0 when vacant
 41 + 16 r               sender     reader r    head at the moment the seat was given
 42 + 16 r               sender     reader r    messages published at that moment
 43 + 16 r               sender     onlookers   pid of the reader that has or had the seat, as it sees itself
 48 + 16 r (own line)    reader r*  sender      tail: byte cursor up to which reader r is done
 49 + 16 r               reader r*  sender      messages received
+50 + 16 r               reader r*  sender      pins: 1 once the reader may have pinned the arena
 parked + r              reader r   sender      number of this park of reader r, 0 when awake
 done + slot n + r       reader r   sender      last generation of that slot that reader r released
 ======================  =========  ==========  ===============================================================

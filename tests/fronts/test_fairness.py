@@ -220,6 +220,17 @@ async def test_spinning_lets_others_run(open_channel: OpenChannel) -> None:
         assert channel.sender.statistics().wakeups == before
 
 
+async def test_spinning_gives_up_the_core(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To other processes that are ready to run: with more of them than cores, the sender may be one."""
+    yielded: list[int] = []
+    monkeypatch.setattr("os.sched_yield", lambda: yielded.append(1))
+    async with open_channel(receiver={"spin": PATIENCE}) as channel, asyncio.timeout(PATIENCE / 2):
+        receiving = asyncio.create_task(channel.receiver.recv())
+        await until(lambda: len(yielded) > 3)
+        await channel.sender.send("here")
+        assert await receiving == "here"
+
+
 async def test_spinning_ends_in_parking(open_channel: OpenChannel) -> None:
     async with open_channel(receiver={"spin": 0.001}) as channel:
         receiving = asyncio.create_task(channel.receiver.recv())

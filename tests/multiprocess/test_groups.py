@@ -133,6 +133,25 @@ def another_version(rank: int) -> Any:
             types.VERSION = version
 
 
+def another_build(rank: int) -> Any:
+    """Whatever goes wrong with the handle at one rank."""
+    if rank == 3:
+        import aioarena._types as types
+
+        def load(*_: object) -> Any:
+            raise AttributeError("no such attribute")
+
+        load.__qualname__, load.__module__ = "_load_handle", types.__name__
+        original, types._load_handle = types._load_handle, load
+    try:
+        return asyncio.run(from_process_group(sender=SMALL))
+    except GroupError as error:
+        return says(error)
+    finally:
+        if rank == 3:
+            types._load_handle = original
+
+
 def no_such_source(rank: int) -> Any:
     try:
         return asyncio.run(from_process_group(src=WORLD))
@@ -159,6 +178,7 @@ TASKS: list[Callable[[int], Any]] = [
     one_cannot_attach,
     source_cannot_send,
     another_version,
+    another_build,
     no_such_source,
     not_in_the_group,
     default_group,  # after all that, it still works
@@ -249,6 +269,12 @@ def test_another_version_is_told_to_all(outcomes: list[list[Any]]) -> None:
     for kind, text in of(outcomes, another_version):
         assert kind == "GroupError"
         assert "rank 3 could not attach: HandleError: the handle has layout version" in text
+
+
+def test_another_build_is_told_to_all(outcomes: list[list[Any]]) -> None:
+    for kind, text in of(outcomes, another_build):
+        assert kind == "GroupError"
+        assert "rank 3 could not attach: AttributeError: no such attribute" in text
 
 
 def test_wrong_arguments(outcomes: list[list[Any]]) -> None:
