@@ -54,3 +54,13 @@ async def test_a_closed_sender_that_is_kept_has_no_arena() -> None:
         assert mappings("kept-sender-arena") == 1
     assert mappings("kept-sender-arena") == 0
     assert sender.statistics().messages == 0
+
+
+async def test_a_look_that_was_due_is_taken_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop would keep the closed end until its next turn."""
+    async with aioarena.Sender(1) as sender:
+        monkeypatch.setattr(sender, "_has_mail", lambda: True)
+        sender._drain_later()
+        due = sender._draining
+        assert due is not None
+    assert due.cancelled()
