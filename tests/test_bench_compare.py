@@ -23,7 +23,18 @@ from aioarena._bench._workers import Team
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = float(os.environ.get("AIOARENA_TEST_PATIENCE", "1"))
-OURS = {"aioarena": "aioarena", "arena-off": "aioarena, arena off"}
+OURS = {
+    "aioarena": "aioarena",
+    "pipe": "aioarena, pipe",
+    "spin": "aioarena, spin",
+    "arena-off": "aioarena, arena off",
+}
+ONLY_FOR = {
+    "aioarena, pipe": {"small", "burst", "idle"},
+    "aioarena, spin": {"small", "burst"},
+    "floor": {"tensor", "tensors"},
+    "floor, one thread": {"tensor", "tensors"},
+}
 OTHERS = {"zmq": "zmq.asyncio", "queue": "torch queue", "floor": "floor", "floor-alone": "floor, one thread"}
 
 
@@ -54,7 +65,7 @@ def test_all_that_was_sent_is_received(tmp_path: Path) -> None:
         for scenario in _scenarios.SCENARIOS
         for name in [*OURS.values(), *OTHERS.values()]
         for readers in (1, 2)
-        if not name.startswith("floor") or scenario in ("tensor", "tensors")
+        if scenario in ONLY_FOR.get(name, _scenarios.SCENARIOS)
     }
     assert set(records) == expected
     for (_, _, readers), record in records.items():
