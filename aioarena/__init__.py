@@ -32,6 +32,7 @@ from aioarena.exceptions import (  # noqa: E402
     WrongContextError,
 )
 from aioarena.receiver import Receiver  # noqa: E402
+from aioarena.relay import Relay  # noqa: E402
 from aioarena.sender import Sender  # noqa: E402
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "ReaderStatus",
     "Receiver",
     "ReceiverStatistics",
+    "Relay",
     "Sender",
     "SenderLostError",
     "SenderStatistics",

@@ -85,7 +85,7 @@ class Filler:
                 await join([asyncio.wrap_future(self._pool.executor.submit(arena.reserve, end))])
         except NoSpaceError as error:
             self._core.arena.drop(loan)
-            self._limit_to_reserved(error)
+            self.limit_to_reserved(error)
             return None
         except BaseException:
             self._core.arena.drop(loan)
@@ -125,10 +125,11 @@ class Filler:
 
     def _shrink(self, plan: Plan, placed: PlacedMessage, error: NoSpaceError) -> PlacedMessage:
         self._core.unplace(placed)
-        self._limit_to_reserved(error)
+        self.limit_to_reserved(error)
         return self.place(plan)
 
-    def _limit_to_reserved(self, error: NoSpaceError) -> None:
+    def limit_to_reserved(self, error: NoSpaceError) -> None:
+        """Go on with the part of the arena that there is memory for."""
         assert self._arena is not None
         slots = self._arena.reserved // self._core.arena.slot_bytes
         logger.warning(

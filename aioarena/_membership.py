@@ -19,7 +19,7 @@ from aioarena._core.arena import Holder
 from aioarena._core.layout import VERSION
 from aioarena._core.sender import Membership, SenderCore
 from aioarena._platform.bell import NO_BELL, BellRope
-from aioarena._platform.process import describe_state, exit_signal
+from aioarena._platform.process import ProcessIdentity, describe_state, exit_signal
 from aioarena._platform.wire import Disconnect, Join, Leave, SenderWire
 from aioarena.exceptions import ReaderLostError
 
@@ -48,10 +48,20 @@ class Member:
         rope: Rings its bell; None if it has none, or once it is closed.
     """
 
-    def __init__(self, join: Join, holder: Holder, pidfd: int | None, rope: BellRope | None) -> None:
-        self.rank = join.rank
-        self.incarnation = join.incarnation
-        self.identity = join.identity
+    local = True  # attached to the memory, and not over a network
+
+    def __init__(
+        self,
+        rank: int,
+        incarnation: int,
+        identity: ProcessIdentity,
+        holder: Holder,
+        pidfd: int | None = None,
+        rope: BellRope | None = None,
+    ) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self.identity = identity
         self.holder = holder
         self.pidfd = pidfd
         self.rope = rope
@@ -72,12 +82,16 @@ class Member:
     def describe(self) -> str:
         return f"reader {self.rank} (pid {self.identity.pid})"
 
+    def on_evicted(self) -> None:
+        """Its seat was taken from it. A local reader sees that by itself."""
+
 
 class Members:
     """The sender's list of readers.
 
     Args:
         name: Of the channel, for logs.
+        local_readers: How many ranks, from 0 on, are for readers that share the memory.
         core: Seats and unseats.
         wire: Carries refusals.
         watch: Calls back when a descriptor becomes readable.
@@ -89,6 +103,7 @@ class Members:
     def __init__(
         self,
         name: str,
+        local_readers: int,
         core: SenderCore,
         wire: SenderWire,
         watch: Callable[[int, Callable[[], None]], None],
@@ -97,6 +112,7 @@ class Members:
         changed: Callable[[], None],
     ) -> None:
         self._name = name
+        self._local_readers = local_readers
         self._core = core
         self._wire = wire
         self._watch = watch
@@ -137,8 +153,8 @@ class Members:
         if join.version != VERSION:
             self._refuse(join, f"the sender speaks layout version {VERSION}, this reader {join.version}: install the same")
             return
-        if join.rank >= core.layout.readers:
-            self._refuse(join, f"rank {join.rank} is out of range: the channel has ranks 0 to {core.layout.readers - 1}")
+        if join.rank >= self._local_readers:
+            self._refuse(join, self._out_of_range(join.rank))
             return
         known = self.by_rank.get(join.rank)
         if (
@@ -180,7 +196,8 @@ class Members:
             return
         self._stop_contending(join.incarnation)
         rope = self._open_bell(join) if pidfd is not None else None
-        member = Member(join, core.join(join.rank, join.incarnation, join.identity.pid), pidfd, rope)
+        holder = core.join(join.rank, join.incarnation, join.identity.pid)
+        member = Member(join.rank, join.incarnation, join.identity, holder, pidfd, rope)
         self.by_rank[join.rank] = member
         self.lost.pop(join.rank, None)
         if pidfd is not None:
@@ -188,6 +205,12 @@ class Members:
         logger.debug("channel %r: %s joined", self._name, member.describe())
         self._wire.wake()
         self._changed()
+
+    def _out_of_range(self, rank: int) -> str:
+        if not self._local_readers:
+            return f"rank {rank} is not for a local reader: the channel has remote ones only"
+        whose = " for local readers" if self._local_readers < self._core.layout.readers else ""
+        return f"rank {rank} is out of range: the channel has ranks 0 to {self._local_readers - 1}{whose}"
 
     def _open_bell(self, join: Join) -> BellRope | None:
         if join.bell == NO_BELL:
@@ -281,7 +304,7 @@ class Members:
                 continue
             del self._suspects[member]
             if self.by_rank.get(member.rank) is member and self._core.members[member.rank] is Membership.JOINED:
-                self._lose(member, f"{member.describe()} dropped its connection without leaving, but its process lives")
+                self.lose(member, f"{member.describe()} dropped its connection without leaving, but its process lives")
                 self._depart(member)
                 self._changed()
                 self._admit_contending()
@@ -296,7 +319,7 @@ class Members:
             state = self._core.members[member.rank]
             if state is Membership.JOINED:
                 how = f"was killed by signal {signal}" if signal else "died without closing"
-                self._lose(member, f"{member.describe()} {how}", signal)
+                self.lose(member, f"{member.describe()} {how}", signal)
             elif state is Membership.EVICTED:
                 self._core.members[member.rank] = Membership.LOST
         if member in self._departed:
@@ -305,7 +328,8 @@ class Members:
         self._changed()
         self._admit_contending()
 
-    def _lose(self, member: Member, what: str, signal: int | None = None) -> None:
+    def lose(self, member: Member, what: str, signal: int | None = None) -> None:
+        """Take the seat from a reader that is gone without leaving."""
         messages, nbytes = self._core.lag(member.rank)
         self._core.unseat(member.rank, Membership.LOST)
         self.lost[member.rank] = (what, member, signal)
@@ -324,6 +348,7 @@ class Members:
         member = self.by_rank[rank]
         self._core.unseat(rank, Membership.EVICTED)
         self._close_rope(member)
+        member.on_evicted()
         self._wire.wake()
         self._changed()
         return member
@@ -356,8 +381,9 @@ class Members:
         )
 
     def seated(self) -> list[int]:
-        """The incarnations of those who have a seat."""
-        return [self.by_rank[rank].incarnation for rank in self._core.seated]
+        """The incarnations of those local readers who have a seat."""
+        members = [self.by_rank[rank] for rank in self._core.seated]
+        return [member.incarnation for member in members if member.local]
 
     def slowest(self) -> int | None:
         """The rank that is furthest behind, None without readers."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import base64
+import json
+from dataclasses import asdict, dataclass, field, fields
 
 from aioarena._core.layout import VERSION, Layout
 from aioarena._core.record import MAX_ARENA_BYTES, MAX_SLOTS
 from aioarena._platform.memory import SegmentRef
+from aioarena._platform.network import RemoteRef
 from aioarena._platform.process import ProcessIdentity
-from aioarena.exceptions import HandleError
+from aioarena.exceptions import HandleError, text_of
 
 # Defaults of ArenaConfig, from `python -m aioarena bench placement` on a 2-core x86-64 VM (Linux 6.18, Python 3.11,
 # torch 2.13), 2026-11-30. CPU time of sender and 4 readers for one message, through the ring / through the arena, in us:
@@ -22,6 +25,8 @@ DEFAULT_MIN_BYTES = 128 << 10
 # Thousands of steps of a burst fit (a step is a few hundred bytes); costs nothing until it is used.
 DEFAULT_RING_BYTES = 8 << 20
 MIN_RING_BYTES = 64 << 10
+
+_TEXT_PREFIX = "aioarena-handle:"
 
 # Start of a slot is the start of a tensor: aligned for any dtype and vector load, and to a cache line.
 SLOT_ALIGNMENT = 64
@@ -73,15 +78,17 @@ class ArenaConfig:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What a reader needs to attach: pass it to the readers' processes by pickling it, any way you like.
+    """What a reader needs to attach: pass it to the readers' processes by pickling it, or as :meth:`to_text`.
 
-    Whoever has it and runs as the same user on the same host can read the channel. Messages are pickles, so a reader
-    trusts its sender.
+    Whoever has it and runs as the same user on the same host can read the channel. With remote readers it also carries the
+    keys of the channel, so that whoever has it and reaches the sender's address can read the channel: it is a secret then,
+    and belongs in no log, command line or environment. Messages are pickles, so a reader trusts its sender.
 
     Attributes:
         name: The channel's name, for logs.
-        readers: Number of ranks.
+        readers: Number of ranks, those of remote readers included.
         sender: The sender's process.
+        remote: Where remote readers connect, None without any.
     """
 
     name: str
@@ -95,6 +102,39 @@ class Handle:
     prefault: int = field(default=0, repr=False)
     wake: str = field(default="zmq", repr=False)
     version: int = field(default=VERSION, repr=False)
+    remote: RemoteRef | None = None
+
+    @property
+    def local_readers(self) -> int:
+        """How many ranks, from 0 on, are for readers on the sender's host; the others are for remote readers."""
+        return self.readers - (self.remote.readers if self.remote is not None else 0)
+
+    def to_text(self) -> str:
+        """The handle as one line of ASCII, for files and standard input. As secret as the handle."""
+        return _TEXT_PREFIX + base64.urlsafe_b64encode(json.dumps(asdict(self), default=bytes.hex).encode()).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> Handle:
+        """The handle that :meth:`to_text` made a text of.
+
+        Raises:
+            HandleError: It is none, or of another version.
+        """
+        try:
+            if not text.startswith(_TEXT_PREFIX):
+                raise ValueError(f"it does not begin with {_TEXT_PREFIX!r}")
+            values = json.loads(base64.urlsafe_b64decode(text[len(_TEXT_PREFIX) :].strip().encode()))
+            version = values["version"]
+            if version == VERSION:
+                values["sender"] = ProcessIdentity(**values["sender"])
+                values["nonce"] = bytes.fromhex(values["nonce"])
+                values["layout"] = Layout(**values["layout"])
+                for name, kind in (("control", SegmentRef), ("arena", SegmentRef), ("remote", RemoteRef)):
+                    values[name] = None if values[name] is None else kind(**values[name])
+                return cls(**values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise HandleError(f"this text is no handle, or only a part of one: {text_of(error)}") from None
+        raise _wrong_version(version)
 
     def __reduce__(self) -> tuple[object, ...]:
         # The version first and by itself, so that another version can refuse by name whatever else has changed.
@@ -103,12 +143,16 @@ class Handle:
 
 def _load_handle(version: int, values: tuple[object, ...]) -> Handle:
     if version != VERSION:
-        raise HandleError(
-            f"the handle has layout version {version}, this is {VERSION}: install one version of aioarena at both ends",
-            expected=VERSION,
-            found=version,
-        )
+        raise _wrong_version(version)
     return Handle(*values)  # type: ignore[arg-type]
+
+
+def _wrong_version(version: object) -> HandleError:
+    return HandleError(
+        f"the handle has layout version {version}, this is {VERSION}: install one version of aioarena at both ends",
+        expected=VERSION,
+        found=version,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,11 @@ class SenderOptions(TypedDict, total=False):
     stall_after: float
     linger: float
     wake: Literal["zmq", "pipe"]
+    remote_readers: int
+    bind: str | None
+    advertise: str | None
+    any_interface: bool
+    remote_timeout: float
 
 
 class ReceiverOptions(TypedDict, total=False):

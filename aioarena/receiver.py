@@ -46,6 +46,7 @@ from aioarena.exceptions import (
     WouldBlock,
     text_of,
 )
+from aioarena.relay import Relay
 
 logger = logging.getLogger("aioarena")
 
@@ -65,7 +66,8 @@ class Receiver(Endpoint):
 
     Args:
         handle: The sender's ``handle``.
-        rank: Which reader this is, 0 to ``handle.readers - 1``. One live process per rank.
+        rank: Which reader this is, 0 to ``handle.readers - 1``. One live process per rank. From ``handle.local_readers`` on
+            it is a remote reader, which gets the messages over TCP, into a ring and an arena of its own.
         spin: Seconds to look at the ring, letting other tasks run, before parking. 0 parks at once and uses no CPU.
         pin: ``"auto"`` registers the arena as pinned memory once CUDA is in use in this process, in a thread; ``"off"``
             never does.
@@ -105,6 +107,9 @@ class Receiver(Endpoint):
         self._spin = spin
         self._pin = pin
         self._private = private
+        # Where it reads: a remote reader, once connected, in a channel of its own, which the stream is written to.
+        self._local, self._seat = handle, rank
+        self._relay: Relay | None = None
         self._accelerator = accelerator.current()
         self._core: ReceiverCore | None = None
         self._wire: ReceiverWire | None = None
@@ -149,6 +154,8 @@ class Receiver(Endpoint):
         """
         self._bind()
         try:
+            if self.rank >= self.handle.local_readers:
+                await self._connect()
             try:
                 self._attach()
             except (OverflowError, TypeError, ValueError, zmq.ZMQError) as error:  # of what nobody has ever written there
@@ -162,12 +169,22 @@ class Receiver(Endpoint):
             self._fault = Endpoint._closed
             self._detach_from_loop()
             self._release_resources()
+            if self._relay is not None:
+                await self._relay.aclose()
             raise
         self._state = State.OPEN
         self._fault = None
 
+    async def _connect(self) -> None:
+        """Over the network, into a channel of our own whose memory is ours alone."""
+        # Both ends of that are in this process, where a wake-up need not go through the threads of ZMQ.
+        self._relay = Relay(self.handle, 1, rank=self.rank, wake="pipe")
+        self._asked = time.monotonic()
+        await self._relay.start()
+        self._local, self._seat = self._relay.handle, 0
+
     def _attach(self) -> None:
-        handle = self.handle
+        handle = self._local
         if handle.version != VERSION:
             raise HandleError(
                 f"the handle has layout version {handle.version}, this is {VERSION}: install the same "
@@ -197,7 +214,7 @@ class Receiver(Endpoint):
                 found=found,
             )
         incarnation = secrets.randbits(63) | 1
-        self._core = ReceiverCore(control.view, handle.layout, self.rank, incarnation)
+        self._core = ReceiverCore(control.view, handle.layout, self._seat, incarnation)
         if handle.arena is not None:
             arena = self._map(handle.arena)
             self._ledger = SpanLedger(arena, self._core.spans, self._accelerator)
@@ -214,7 +231,7 @@ class Receiver(Endpoint):
                 self._prefault = Prefault(self._label, arena, handle.prefault)
         if handle.wake == "pipe" and handle.sender.visible:
             self._bell = Bell()
-        self._wire = ReceiverWire(handle.address, handle.nonce, self.rank, incarnation)
+        self._wire = ReceiverWire(handle.address, handle.nonce, self._seat, incarnation)
         self._assembler = Assembler(
             self._wire,
             self._ledger,
@@ -237,7 +254,7 @@ class Receiver(Endpoint):
                 "one user"
             ) from None
         except FileNotFoundError:
-            if not self.handle.sender.alive:
+            if not self._local.sender.alive:
                 raise self._sender_gone() from None
             raise HandleError(
                 f"the memory of channel {self._name!r} is not to be found from here ({ref.path}): the sender closed it, "
@@ -283,6 +300,8 @@ class Receiver(Endpoint):
         finally:
             if self._wire is not None:
                 self._wire.leave()  # when cancelled before; saying it twice is harmless
+            if self._relay is not None:
+                await self._relay.aclose()
             self._finish()
 
     async def _leave(self) -> None:
@@ -559,13 +578,17 @@ class Receiver(Endpoint):
 
     def _on_messages(self) -> None:
         if self._wire is not None and self._state is not State.CLOSED and self._wire.drain_messages():
+            if self._wire.failure is not None:
+                self._hung_up = True
             self._notify()
 
     def _on_wire(self) -> None:
         if self._wire is None or self._state is State.CLOSED:
             return
         if self._wire.drain():
-            if self._wire.disconnected and not self.handle.sender.visible:
+            if self._wire.failure is not None:
+                self._hung_up = True
+            if self._wire.disconnected and not self._local.sender.visible:
                 self._sender_dead = True  # its pid means nothing here, so the connection is all there is to go by
             if self._wire.disconnected:
                 # It closed, or gave us up, or lost its Sender while its process lives: the first two it says itself.
@@ -618,8 +641,17 @@ class Receiver(Endpoint):
         except ArenaError:  # evicted, or a damaged ring: for whoever waits to run into
             return True
 
-    def _sender_gone(self) -> SenderLostError:
+    def _sender_gone(self) -> ArenaError:
         received = self._core.ring.received if self._core is not None else 0
+        if self._relay is not None and isinstance(self._relay.error, ArenaError):
+            return self._relay.error
+        if self._wire is not None and self._wire.failure is not None:
+            return SenderLostError(
+                f"channel {self._name!r} ended before its end, after {self._label} received {received} messages: "
+                f"{self._wire.failure}",
+                pid=self._local.sender.pid,
+                received=received,
+            )
         return SenderLostError(
             f"the sender of channel {self._name!r} (pid {self.handle.sender.pid}) is gone without closing; {self._label} "
             f"received {received} messages; make a new channel",
@@ -628,6 +660,8 @@ class Receiver(Endpoint):
         )
 
     def _describe_sender(self) -> str:
+        if self.handle.remote is not None and self.rank >= self.handle.local_readers:
+            return f"the sender at {self.handle.remote.endpoint}"
         sender = self.handle.sender
         state = process.describe_state(sender.pid) if sender.visible else "in another pid namespace"
         return f"the sender (pid {sender.pid}), {state}"

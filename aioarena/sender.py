@@ -30,8 +30,10 @@ from aioarena._lending import address_of, as_tensor, shape_of
 from aioarena._membership import Members
 from aioarena._platform.memory import SHM_DIRECTORY as SHM
 from aioarena._platform.memory import Segment, require_memory, sweep
+from aioarena._platform.network import Keys, Listener, RemoteRef, RemoteSenderWire
 from aioarena._platform.process import ProcessIdentity, require_descriptors
 from aioarena._platform.wire import SenderWire, Wake, new_address
+from aioarena._remote.serving import Serving
 from aioarena._stalls import Stalls
 from aioarena._types import (
     DEFAULT_MIN_BYTES,
@@ -49,6 +51,9 @@ logger = logging.getLogger("aioarena")
 # Bytes of frames under way before the sender waits. A guess: a few of the largest messages we know of (200 MB).
 DEFAULT_FRAME_BUDGET = 1 << 30
 
+# Seconds until a remote reader that is not heard of is lost, and the most one can choose: heartbeats come more often.
+DEFAULT_REMOTE_TIMEOUT = 5.0
+_LONGEST_REMOTE_TIMEOUT = 3600.0
 
 # Looking whether readers have released lent memory: first pause and longest, in seconds. A look costs microseconds.
 _FIRST_LOOK = 0.0002
@@ -62,7 +67,8 @@ class Sender(Endpoint):
     binds it to the running event loop. All calls belong on that loop.
 
     Args:
-        readers: How many readers there are, with ranks 0 to ``readers - 1``. Sending waits until all have attached.
+        readers: How many readers there are on this host, with ranks 0 to ``readers - 1``. Sending waits until all have
+            attached.
         name: For logs and statistics; made up by default.
         arena: Size of the arena, or None to do without: large buffers then travel as frames.
         ring_bytes: Capacity of the ring, at least 64 KiB.
@@ -79,10 +85,18 @@ class Sender(Endpoint):
         wake: How parked readers are woken: ``"zmq"`` by one message for all of them, ``"pipe"`` by a byte in a pipe for
             each, which skips the I/O threads of ZMQ: a small message takes little more than half the time. Readers in
             another pid namespace are woken over ZMQ in any case.
+        remote_readers: How many readers there are on other hosts, with the ranks after those of the local ones. They get
+            the same messages over TCP, encrypted with keys that are made for this channel and travel in the handle.
+        bind: With remote readers, the address of this host that they connect to, ``"tcp://10.0.0.5:0"``; port 0 takes a
+            free one.
+        advertise: Host that remote readers connect to, where it is another one than that in ``bind``.
+        any_interface: Whether ``bind`` may be all interfaces (``"tcp://*:0"``), which needs ``advertise``, too.
+        remote_timeout: Seconds after which a remote reader that is not heard of is lost.
 
     Raises:
         ValueError, TypeError: An argument makes no sense.
         NoSpaceError: There is not enough memory for the arena and the ring.
+        ArenaError: ``bind`` cannot be bound.
     """
 
     _what = "Sender"
@@ -101,12 +115,24 @@ class Sender(Endpoint):
         stall_after: float = 10.0,
         linger: float = 10.0,
         wake: Literal["zmq", "pipe"] = "zmq",
+        remote_readers: int = 0,
+        bind: str | None = None,
+        advertise: str | None = None,
+        any_interface: bool = False,
+        remote_timeout: float = DEFAULT_REMOTE_TIMEOUT,
     ) -> None:
         self._state = State.CLOSED  # nothing to close if what follows raises
-        if not isinstance(readers, int) or isinstance(readers, bool):
-            raise TypeError(f"readers must be an int, not {type(readers).__name__}")
-        if readers < 1:
-            raise ValueError(f"readers must be at least 1, not {readers}")
+        for what, count in (("readers", readers), ("remote_readers", remote_readers)):
+            if not isinstance(count, int) or isinstance(count, bool):
+                raise TypeError(f"{what} must be an int, not {type(count).__name__}")
+        if remote_readers < 0:
+            raise ValueError(f"remote_readers must not be negative, not {remote_readers}")
+        if readers < (0 if remote_readers else 1):
+            raise ValueError(f"readers must be at least 1, not {readers}" if not remote_readers else f"readers: {readers}")
+        if remote_readers and bind is None:
+            raise ValueError('remote_readers need bind=, the address that they connect to, e.g. "tcp://10.0.0.5:0"')
+        if not remote_readers and bind is not None:
+            raise ValueError("bind is for remote readers: say how many there are with remote_readers=")
         if ring_bytes < MIN_RING_BYTES or ring_bytes >= 1 << 32:
             raise ValueError(f"ring_bytes must be at least {MIN_RING_BYTES} and below 4 GiB, not {ring_bytes}")
         if backing not in ("memfd", "shm"):
@@ -121,14 +147,21 @@ class Sender(Endpoint):
             raise TypeError(f"name must be a str or None, not {type(name).__name__}")
         if name is not None and "\0" in name:
             raise ValueError(f"name must not contain a zero character: {name!r}")
-        for what, value in (("frame_budget", frame_budget), ("stall_after", stall_after), ("linger", linger)):
+        for what, value in (
+            ("frame_budget", frame_budget),
+            ("stall_after", stall_after),
+            ("linger", linger),
+            ("remote_timeout", remote_timeout),
+        ):
             _check_not_negative(what, value)
+        if not 0.01 <= remote_timeout <= _LONGEST_REMOTE_TIMEOUT:
+            raise ValueError(f"remote_timeout must be from 0.01 to {_LONGEST_REMOTE_TIMEOUT} seconds, not {remote_timeout}")
         if evict_after is not None:
             _check_not_negative("evict_after", evict_after)
         nonce = secrets.token_bytes(16)
         super().__init__(f"channel-{nonce.hex()[:6]}" if name is None else name)
         layout = Layout(
-            readers=readers,
+            readers=readers + remote_readers,
             ring_bytes=ring_bytes // 8 * 8,
             slots=arena.slots if arena else 0,
             slot_bytes=arena.slot_bytes if arena else 0,
@@ -141,13 +174,17 @@ class Sender(Endpoint):
         require_descriptors()
         sweep(SHM)  # whatever our backing, and before we look at what is free there
         require_memory(layout.control_bytes + layout.arena_bytes, on_shm=backing == "shm")
+        self._keys = Keys.fresh() if remote_readers else None
         self._address = new_address()
         self._control = self._make_segment(backing, "control", layout.control_bytes)
         try:
             self._control.reserve(layout.control_bytes)
+            self._listener = Listener(bind, advertise, any_interface) if bind is not None else None
             self._arena = self._make_segment(backing, "arena", layout.arena_bytes) if arena else None
         except BaseException:
             self._control.close()  # at once: this object is in a cycle, and is collected some time later
+            if (listener := getattr(self, "_listener", None)) is not None:
+                listener.close()
             raise
         header = self._control.mapping.view[: layout.ring_offset].cast("Q")
         inode = self._arena.ref.inode if self._arena else 0
@@ -160,7 +197,7 @@ class Sender(Endpoint):
         )
         self.handle = Handle(
             name=self._name,
-            readers=readers,
+            readers=readers + remote_readers,
             sender=ProcessIdentity.current(),
             nonce=nonce,
             layout=layout,
@@ -169,12 +206,14 @@ class Sender(Endpoint):
             address=self._address,
             prefault=arena.prefault if arena else 0,
             wake=wake,
+            remote=self._remote_ref(remote_readers, remote_timeout),
         )
         self._rings_bells = wake == "pipe"
         self._encoder = Encoder()
         self._filler = Filler(self._name, self._core, self._arena)
         self._wire: SenderWire | None = None
         self._members: Members | None = None
+        self._serving: Serving | None = None  # of remote readers
         self._turns: deque[Turn] = deque()
         self._unplanned = 0  # sends that have not pickled their objects yet
         self._lending = 0  # calls that wait for lent memory, or give memory back
@@ -188,6 +227,14 @@ class Sender(Endpoint):
         if backing == "memfd":
             return Segment.memfd(f"aioarena-{self._name[:180]}-{kind}", nbytes)
         return Segment.shm(kind, nbytes)
+
+    def _remote_ref(self, readers: int, timeout: float) -> RemoteRef | None:
+        if self._listener is None or self._keys is None:
+            return None
+        keys = self._keys
+        return RemoteRef(
+            self._listener.endpoint, readers, timeout, keys.server_public, keys.reader_public, keys.reader_secret
+        )
 
     # Life cycle ---------------------------------------------------------------------------------------------------
 
@@ -203,6 +250,7 @@ class Sender(Endpoint):
             self._wire = SenderWire(self._address, self._nonce)
             self._members = Members(
                 self._name,
+                self.handle.local_readers,
                 self._core,
                 self._wire,
                 self._watch,
@@ -212,6 +260,7 @@ class Sender(Endpoint):
             )
             self._stalls = Stalls(self._name, self._core, self._members, self._stall_after, self._evict_after)
             self._watch(self._wire.fd, self._on_wire)
+            self._serve_remote()
             self._tick_after(1)
             self._filler.start_prefault(self.handle.prefault)
         except BaseException:
@@ -223,6 +272,28 @@ class Sender(Endpoint):
         self._state = State.OPEN
         self._fault = None
         self._on_wire()
+
+    def _serve_remote(self) -> None:
+        if self._listener is None or self._keys is None or self.handle.remote is None:
+            return
+        assert self._members is not None and self._loop is not None
+        wire = RemoteSenderWire(self._listener, self._keys, self.handle.remote.timeout)
+        self._serving = Serving(
+            self._name,
+            self._core,
+            self._members,
+            wire,
+            range(self.handle.local_readers, self.handle.readers),
+            self.handle.remote.timeout,
+            self._control.mapping.view,
+            self._arena.mapping.view if self._arena is not None else None,
+            self._loop,
+            self._membership_changed,
+            self._notify,
+        )
+        self._watch(wire.fd, self._serving.on_wire)
+        self._watch(wire.zap_fd, self._serving.on_wire)
+        self._serving.on_wire()
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the interpreter's exit modules are half gone, and readers learn of the exit by themselves.
@@ -249,7 +320,10 @@ class Sender(Endpoint):
                 # Also when cancelled: what is copied then is not published, and the readers' streams end in good order.
                 self._core.ring.close()
                 self._send_wake()
+                if self._serving is not None:
+                    self._serving.finish()
             await self._linger_for_frames()
+            await self._linger_for_remote()
         finally:
             self._finish()
 
@@ -273,6 +347,23 @@ class Sender(Endpoint):
                 who,
             )
 
+    async def _linger_for_remote(self) -> None:
+        serving = self._serving
+        if serving is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._linger):
+                while serving.unfinished:
+                    await self._changed()
+        for member in serving.unfinished:
+            logger.warning(
+                "channel %r: closed after %.1f s, when %s. It will see the channel as lost. Raise linger= if it only "
+                "needs more time.",
+                self._name,
+                self._linger,
+                self._members.describe_behind(member.rank),  # type: ignore[union-attr]
+            )
+
     def _abandon(self) -> None:
         self._core.ring.close()  # as in __del__
 
@@ -281,6 +372,10 @@ class Sender(Endpoint):
             self._members.close()
         if self._wire is not None:
             self._wire.close()
+        if self._serving is not None:
+            self._serving.close()
+        if self._listener is not None:
+            self._listener.close()
         self._filler.close()
         self._control.close()
         if self._arena is not None:
@@ -566,6 +661,8 @@ class Sender(Endpoint):
             # Before the record: if ZMQ refuses, nothing was published. A reader drops frames no record names.
             self._wire.send_frames(self._core.number_frames(placed), frames, self._members.seated())
         self._core.publish(placed, inline)
+        if placed.frames and self._serving is not None:
+            self._serving.keep_frames(placed.frame_number, frames)
         # All of it, since what is not large was copied on the loop.
         self._credit -= sum(placement.nbytes for placement in placed.placements) >> BREATH_SHIFT
         if plan.undivertible:
@@ -581,6 +678,10 @@ class Sender(Endpoint):
 
     def _wake(self, ranks: Sequence[int]) -> None:
         """Wake parked readers."""
+        if self._serving is not None:
+            ranks = self._serving.kick(ranks)
+            if not ranks:
+                return
         if self._rings_bells and self._members.ring(ranks):  # type: ignore[union-attr]
             self._wakeups += len(ranks)
         else:

@@ -11,6 +11,7 @@ writable buffer: a ``bytearray`` in tests, a mapped segment in use.
     record.py    how one message is laid out: placements and the bytes between them
     sender.py    SenderCore: ring + arena + members, one message at a time
     receiver.py  ReceiverCore: the same from a reader's side
+    ahead.py     AheadReader: reads at a seat, inside the sender, for a reader on another host
 
 Modules here import the standard library, :mod:`aioarena.exceptions` and each other, downwards in this list.
 """

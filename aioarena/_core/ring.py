@@ -162,6 +162,11 @@ class RingWriter:
         self._words[CLOSED] = 1
         self._fence()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the clean end was announced."""
+        return self._words[CLOSED] == 1
+
     # Waiting for room ---------------------------------------------------------------------------------------------
 
     @property
@@ -298,6 +303,12 @@ class RingReader:
         self._fence()
         # Only the reader that crosses the threshold wakes the sender, and only once.
         return before < words[SENDER_PARKED] <= after
+
+    def skip(self) -> int:
+        """Move past the record last looked at without being done with it; the cursor behind it."""
+        self.cursor = self._next
+        self._number = (self._number + 1) & _NUMBER_MASK
+        return self.cursor
 
     def park(self) -> bool:
         """Announce that this reader is about to sleep.

@@ -6,6 +6,7 @@ They carry wake-ups, frames, joins and leaves; never the bytes of the arena. A m
 direction  message             meaning
 =========  ==================  =======================================================================
 down       ``W``               look at the ring
+down       ``W!`` text         no message follows those in the ring, since whoever the sender had them from is lost
 down       ``F`` incarnation,  parts of frame message ``number`` for that reader follow
            number
 down       ``I`` incarnation   refusal of that reader's join; the reason follows
@@ -19,7 +20,7 @@ nothing is queued for one that was given up and does not read; libzmq shares the
 as a sign of life: when the connection ends, libzmq hands the sender an unsubscription from it.
 
 ZMQ's descriptor is edge-triggered, and every operation on the socket may consume the edge. So whoever sends has to ask
-:meth:`~_Wire.readable` afterwards and drain if it says so, or what arrived meanwhile sits there until the next message.
+:meth:`~Wire.readable` afterwards and drain if it says so, or what arrived meanwhile sits there until the next message.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ _LEAVE = struct.Struct("=c16sIQ")
 _WAKE = struct.Struct("=c16sI")
 _TOPIC = struct.Struct("=cQ")  # letter and incarnation
 _FRAMES = struct.Struct("=cQQ")  # topic and number of the frame message
+_FAILURE = b"W!"  # as a topic it begins with that of wake-ups, which all readers have
 
 
 # One context a process, so one I/O thread however many channels it has; terminated with its last socket.
@@ -74,7 +76,7 @@ class _Context:
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._users = 0
-        os.register_at_fork(after_in_child=self._forget)
+        _contexts.add(self)
 
     def acquire(self) -> zmq.Context[zmq.Socket[bytes]]:
         with self._lock:
@@ -100,9 +102,19 @@ class _Context:
         self._users = 0
 
 
+_contexts: weakref.WeakSet[_Context] = weakref.WeakSet()
 _orphans: list[object] = []
 _context = _Context()
-_sender_wires: weakref.WeakSet[SenderWire] = weakref.WeakSet()
+
+
+def _forget_contexts() -> None:
+    for context in list(_contexts):
+        context._forget()
+
+
+os.register_at_fork(after_in_child=_forget_contexts)
+
+sender_wires: weakref.WeakSet[Wire] = weakref.WeakSet()
 
 
 def _close_before_exit() -> None:
@@ -112,7 +124,7 @@ def _close_before_exit() -> None:
     """
     if not zmq_collector.is_alive():
         return  # no frame was ever sent
-    for wire in list(_sender_wires):
+    for wire in list(sender_wires):
         if wire._pid != os.getpid():
             continue
         if wire._owner is threading.current_thread() or not wire._owner.is_alive():
@@ -123,7 +135,7 @@ def _close_before_exit() -> None:
             atexit.unregister(zmq_collector._atexit)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(zmq_collector))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(wire))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(_context))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(wire._context))
 
 
 atexit.register(_close_before_exit)
@@ -194,21 +206,29 @@ class Wake:
 Event = Join | Leave | Disconnect | Wake
 
 
-def _events(socket: zmq.Socket[bytes]) -> int:
+def events_of(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.EVENTS))
 
 
-class _Wire:
-    def __init__(self, kind: int) -> None:
+class Wire:
+    """A socket that an event loop looks after.
+
+    Args:
+        kind: Of ZMQ socket.
+        alone: Whether it gets a context, and so an I/O thread, of its own.
+    """
+
+    def __init__(self, kind: int, *, alone: bool = False) -> None:
         self._pid = os.getpid()
+        self._context = _Context() if alone else _context
         self._owner = threading.current_thread()
         self._socket: zmq.Socket[bytes] | None = None
         require_descriptors()
-        context = _context.acquire()
+        context = self._context.acquire()
         try:
             socket = context.socket(kind)
         except BaseException:
-            _context.release()
+            self._context.release()
             raise
         try:
             socket.setsockopt(zmq.LINGER, 0)
@@ -218,7 +238,7 @@ class _Wire:
             self.fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         except BaseException:
             socket.close()
-            _context.release()
+            self._context.release()
             raise
         self._socket = socket
 
@@ -229,17 +249,17 @@ class _Wire:
 
     def readable(self) -> bool:
         """Whether something is there to drain; asking re-arms the descriptor."""
-        return self._socket is not None and bool(_events(self._socket) & zmq.POLLIN)
+        return self._socket is not None and bool(events_of(self._socket) & zmq.POLLIN)
 
     def close(self) -> None:
         if self._socket is None or self._pid != os.getpid():
             return
         self._socket.close()
         self._socket = None
-        _context.release()
+        self._context.release()
 
 
-class SenderWire(_Wire):
+class SenderWire(Wire):
     """The sender's socket.
 
     Args:
@@ -252,7 +272,7 @@ class SenderWire(_Wire):
         self._path = path
         self._nonce = nonce
         self.foreign = 0  # messages that no reader of this channel sent
-        _sender_wires.add(self)
+        sender_wires.add(self)
         try:
             self.socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
@@ -276,6 +296,11 @@ class SenderWire(_Wire):
 
     def refuse(self, incarnation: int, reason: str) -> None:
         self.socket.send(_TOPIC.pack(b"I", incarnation) + reason.encode())
+
+    def fail(self, reason: str) -> None:
+        """Tell all readers that no message will come any more, and why."""
+        self.socket.send(_FAILURE + reason.encode(errors="replace"))
+        self.socket.setsockopt(zmq.LINGER, _LEAVE_MS)
 
     def drain(self) -> list[Event]:
         """Everything that arrived."""
@@ -314,11 +339,12 @@ class SenderWire(_Wire):
                 os.unlink(self._path)
 
 
-class ReceiverWire(_Wire):
+class ReceiverWire(Wire):
     """A reader's socket.
 
     Attributes:
         refusal: Why the sender refused the join, once it did.
+        failure: Why no message will come any more, once the sender said so.
         connected: Whether a connection stood at some time.
         disconnected: Whether a connection that stood has ended. Everything that arrived over it is drained by then.
     """
@@ -331,6 +357,7 @@ class ReceiverWire(_Wire):
         self._incarnation = incarnation
         self._frames: dict[int, list[zmq.Frame]] = {}
         self.refusal: str | None = None
+        self.failure: str | None = None
         self._left = False
         self.connected = False
         self.disconnected = False
@@ -387,7 +414,7 @@ class ReceiverWire(_Wire):
         # The monitor first: libzmq reports a disconnect after it has queued what came before it, so that draining the
         # socket afterwards really gets everything.
         disconnected = False
-        while _events(self._monitor) & zmq.POLLIN:
+        while events_of(self._monitor) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             disconnected |= event["event"] == zmq.EVENT_DISCONNECTED
             self.connected |= event["event"] == zmq.EVENT_CONNECTED
@@ -414,6 +441,8 @@ class ReceiverWire(_Wire):
             self._frames[_FRAMES.unpack(head)[2]] = parts
         elif topic == self._refusals:
             self.refusal = head[_TOPIC.size :].decode(errors="replace")
+        elif head.startswith(_FAILURE):
+            self.failure = head[len(_FAILURE) :].decode(errors="replace")
         else:
             self.foreign += 1
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioarena._platform.wire import ReceiverWire, SenderWire, _Wire
+from aioarena._platform.wire import ReceiverWire, SenderWire, Wire
 from aioarena.exceptions import EvictedError, ReaderLostError, WouldBlock
 from tests.conftest import PATIENCE, OpenChannel
 from tests.fronts.support import fill_ring, filled, parked, shows, turns, until
@@ -133,7 +133,7 @@ async def test_a_sender_that_waits_for_room_is_woken_by_the_slowest_reader(open_
         await held_up
 
 
-def arrived(wire: _Wire) -> None:
+def arrived(wire: Wire) -> None:
     """Let a message arrive at a socket without turning the loop."""
     assert select.select([wire.fd], [], [], PATIENCE)[0], "nothing arrived"
 
