@@ -191,7 +191,7 @@ class Relay(Endpoint):
     def _raise_refusal(self, feed: Feed) -> None:
         connection = feed.wire.connection
         if feed.given_up is not None:
-            raise HandleError(f"the sender of channel {self._name!r} refused this reader: {feed.given_up}")
+            raise HandleError(f"the sender of channel {self._name!r} refused this reader: {feed.given_up.reason}")
         if connection.rejected or connection.failures >= FAILED_HANDSHAKES:
             raise HandleError(
                 f"who listens at {self._remote.endpoint} does not accept this handle of channel {self._name!r}: it is of "
@@ -266,9 +266,9 @@ class Relay(Endpoint):
             log("channel %r: its relay on this host ends: %s", self._name, reason)
             feed.wire.leave(reason)
             await mirror.abort(reason)
-        finally:
-            self._ended = True
-            self._notify()
+        # Not when cancelled: it is left to whoever did that.
+        self._ended = True
+        self._notify()
 
     async def _until_end(self, feed: Feed, mirror: Mirror) -> None:
         turn = feed.nbytes
@@ -295,8 +295,9 @@ class Relay(Endpoint):
     def _raise_fate(self, feed: Feed) -> None:
         if feed.given_up is not None:
             raise EvictedError(
-                f"the sender of channel {self._name!r} has no seat for this reader any more: {feed.given_up}; attach a new "
-                "one to go on from the current message"
+                f"the sender of channel {self._name!r} has no seat for this reader any more: {feed.given_up.reason}; of "
+                f"the {feed.given_up.number} messages sent by then it misses the last {feed.given_up.number - feed.received}; "
+                "attach a new one to go on from the current message"
             )
         if self._lost:
             raise SenderLostError(

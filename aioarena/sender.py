@@ -300,6 +300,8 @@ class Sender(Endpoint):
         new = not exiting() and getattr(self, "_state", None) is State.NEW and hasattr(self, "handle")
         if new and self.handle.sender.pid == os.getpid():
             self._core.ring.close()  # readers may be waiting for the start; their slow timer sees it
+            if self._listener is not None:
+                self._listener.close()
         super().__del__()
 
     async def aclose(self) -> None:

@@ -15,7 +15,7 @@ up         ``L`` incarnation, text            :class:`RemoteLeave`
 down       ``R`` incarnation, ``W`` ...       :class:`Welcome`
 down       ``R`` incarnation, ``D`` ...       :class:`Data`: session, sequence; parts of the stream follow
 down       ``R`` incarnation, ``E``, number   :class:`End`: the sender closed in good order after so many messages
-down       ``R`` incarnation, ``G``, text     :class:`GivenUp`: refused, evicted or lost
+down       ``R`` incarnation, ``G``, ...      :class:`GivenUp`: refused, evicted or lost; number and text
 =========  =================================  ========================================================================
 
 A reader subscribes to its own topic, ``R`` and its incarnation, and so gets nothing else; when its connection ends, libzmq
@@ -70,7 +70,7 @@ _TOPIC = struct.Struct("<cQ")
 _WELCOME = struct.Struct("<cQcIIQ")
 _DATA = struct.Struct("<cQcIQ")
 _END = struct.Struct("<cQcQ")
-_TEXT = struct.Struct("<cQc")
+_GIVEN_UP = struct.Struct("<cQcQ")
 _LONGEST_TEXT = 1000
 
 ANY_RANK = -1
@@ -175,9 +175,10 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The sender has no seat for this reader, and says why."""
+    """The sender has no seat for this reader, and says why, and how many messages it had sent to that seat by then."""
 
     reason: str
+    number: int
 
 
 Upward = RemoteJoin | Ack | RemoteLeave | Disconnect
@@ -375,8 +376,8 @@ class RemoteSenderWire(Wire):
     def end(self, incarnation: int, number: int) -> None:
         self.socket.send(_END.pack(b"R", incarnation, b"E", number))
 
-    def give_up(self, incarnation: int, reason: str) -> None:
-        self.socket.send(_TEXT.pack(b"R", incarnation, b"G") + _text(reason))
+    def give_up(self, incarnation: int, given_up: GivenUp) -> None:
+        self.socket.send(_GIVEN_UP.pack(b"R", incarnation, b"G", given_up.number) + _text(given_up.reason))
         self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
 
     def drain(self) -> list[Upward]:
@@ -525,8 +526,8 @@ class RemoteReceiverWire(Wire):
             return Welcome(*_WELCOME.unpack(head)[3:])
         if kind == b"E" and len(head) == _END.size:
             return End(_END.unpack(head)[3])
-        if kind == b"G":
-            return GivenUp(head[_TEXT.size :].decode(errors="replace"))
+        if kind == b"G" and len(head) >= _GIVEN_UP.size:
+            return GivenUp(head[_GIVEN_UP.size :].decode(errors="replace"), _GIVEN_UP.unpack_from(head)[3])
         return None
 
     def reconnect(self) -> None:

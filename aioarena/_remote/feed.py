@@ -56,7 +56,7 @@ class Feed:
         self.welcomed = False
         self.down: float | None = time.monotonic()
         self.end: int | None = None
-        self.given_up: str | None = None
+        self.given_up: GivenUp | None = None
 
     # Connections ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Feed:
             case End():
                 self.end = event.number
             case GivenUp():
-                self.given_up = event.reason
+                self.given_up = event
         return iter(())
 
     def _welcome(self, welcome: Welcome) -> None:

@@ -20,6 +20,7 @@ from aioarena._platform.network import (
     ANY_RANK,
     CHUNK_BYTES,
     Ack,
+    GivenUp,
     RemoteJoin,
     RemoteLeave,
     RemoteSenderWire,
@@ -208,9 +209,9 @@ class Link:
         """Whether something was published that the reader does not have."""
         return not self.ended or self.ahead.acknowledged < self.ahead.read
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, given_up: GivenUp) -> None:
         self._parts.clear()
-        self._wire.give_up(self.member.incarnation, reason)
+        self._wire.give_up(self.member.incarnation, given_up)
 
 
 class _Past(NamedTuple):
@@ -379,7 +380,7 @@ class Serving:
             self._refuse(join, f"the sender speaks version {VERSION}, this reader {join.version}: install the same")
         elif join.session > 1 or join.received:
             # Was given up, while it had no connection to be told so.
-            self._refuse(join, self._what_was_missed(join))
+            self._tell_what_it_missed(join)
         elif join.rank == ANY_RANK:
             self._seat_anywhere(join)
         elif join.rank not in self._ranks:
@@ -389,15 +390,12 @@ class Serving:
         else:
             self._contend_or_seat(join, join.rank)
 
-    def _what_was_missed(self, join: RemoteJoin) -> str:
+    def _tell_what_it_missed(self, join: RemoteJoin) -> None:
         gone = next((past for past in self._past if past.incarnation == join.incarnation), None)
         if gone is None:
-            return "it has no seat any more"
-        return f"{gone.reason}; {self._describe_missed(gone.first, join.received)}"
-
-    def _describe_missed(self, first: int, received: int) -> str:
-        missed = self._core.ring.published - first - received
-        return f"it received {received} messages and misses the {missed} after those"
+            self._refuse(join, "it has no seat any more", join.received)
+        else:
+            self._refuse(join, gone.reason, self._core.ring.published - gone.first)
 
     def _seat_anywhere(self, join: RemoteJoin) -> None:
         members = self._core.members
@@ -444,7 +442,7 @@ class Serving:
         self._run_soon(rank)
         self._changed()
 
-    def _refuse(self, join: RemoteJoin, reason: str) -> None:
+    def _refuse(self, join: RemoteJoin, reason: str, number: int = 0) -> None:
         logger.warning(
             "channel %r: refused a remote reader (pid %d on host %r, from %s): %s",
             self._name,
@@ -453,7 +451,7 @@ class Serving:
             join.address,
             reason,
         )
-        self.wire.give_up(join.incarnation, reason)
+        self.wire.give_up(join.incarnation, GivenUp(reason, number))
 
     def _leave(self, leave: RemoteLeave) -> None:
         self._stop_timer(leave.incarnation)
@@ -490,7 +488,7 @@ class Serving:
     def _on_evicted(self, member: RemoteMember) -> None:
         link = self._links[member.rank]
         reason = "the sender gave it up, because it fell behind"
-        link.give_up(f"{reason}; {self._describe_missed(link.ahead.first, link.ahead.acknowledged)}")
+        link.give_up(GivenUp(reason, self._core.ring.published - link.ahead.first))
         self._retire(link, reason)
 
     def _retire(self, link: Link, reason: str) -> None:
@@ -532,7 +530,7 @@ class Serving:
     def fail(self, reason: str) -> None:
         """Tell all readers that no message will come any more, and why."""
         for link in self._links.values():
-            link.give_up(reason)
+            link.give_up(GivenUp(reason, self._core.ring.published - link.ahead.first))
 
     def close(self) -> None:
         for timer in [*self._timers.values(), *self._runs.values()]:
