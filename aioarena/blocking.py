@@ -460,7 +460,8 @@ def from_process_group(
         _process_groups.connect(
             group,
             src,
-            lambda readers: Sender(readers, **(sender or {})),
+            sender,
+            lambda readers, options: Sender(readers, **options),
             lambda handle, rank: Receiver(handle, rank, **(receiver or {})),
             lambda end: asyncio.to_thread(end.start),  # not beside the loop that runs here
             lambda end: asyncio.to_thread(end.close),

@@ -293,11 +293,11 @@ class Relay(Endpoint):
                 await asyncio.sleep(0)
 
     def _raise_fate(self, feed: Feed) -> None:
-        if feed.given_up is not None:
+        if (given_up := feed.given_up) is not None:
             raise EvictedError(
-                f"the sender of channel {self._name!r} has no seat for this reader any more: {feed.given_up.reason}; of "
-                f"the {feed.given_up.number} messages sent by then it misses the last {feed.given_up.number - feed.received}; "
-                "attach a new one to go on from the current message"
+                f"the sender of channel {self._name!r} has no seat for this reader any more: {given_up.reason}; of the "
+                f"{given_up.number} messages sent by then it misses the last {given_up.number - feed.received}; attach a "
+                "new one to go on from the current message"
             )
         if self._lost:
             raise SenderLostError(
