@@ -194,6 +194,7 @@ class Encoder:
             **self._registered,
             torch.Tensor: self._reduce_tensor,
             np.ndarray: self._reduce_array,
+            **_DTYPE_REDUCERS,
         }
 
     def encode(self, obj: object) -> bytes | Plan:
@@ -301,7 +302,8 @@ class Encoder:
         return tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
 
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
-        if array.dtype.hasobject or array.flags.forc or array.size == 0:
+        times = array.dtype.kind in "mM"  # which numpy leaves in the pickled bytes
+        if array.dtype.hasobject or (array.flags.forc and not times) or array.size == 0:
             return array.__reduce_ex__(_PROTOCOL)
         # Of records, copied field by field, the padding would stay what was in that memory before.
         whole = array.view((np.void, array.itemsize)) if array.dtype.names else array
@@ -339,6 +341,16 @@ def _rebuild_array(buffer: memoryview, dtype: np.dtype[Any], shape: tuple[int, .
     return np.frombuffer(buffer, dtype).reshape(shape)
 
 
+def _rebuild_dtype(description: Any) -> np.dtype[Any]:
+    if isinstance(description, str):
+        return np.dtype(description)
+    if len(description) == 2:
+        return np.dtype((_rebuild_dtype(description[0]), description[1]))
+    names, formats, offsets, itemsize, aligned = description
+    formats = [_rebuild_dtype(part) for part in formats]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}, align=aligned)
+
+
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     tensor.__dict__.update(attributes)
 
@@ -352,6 +364,47 @@ def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # Dtypes -----------------------------------------------------------------------------------------------------------
+
+
+def _reduce_dtype(dtype: np.dtype[Any]) -> Any:
+    """Reduce a numpy dtype to text and numbers.
+
+    Numpy's own reduction restores what is inside a dtype, flags included, so a receiver that trusts nobody could not
+    have it. Dtypes that this cannot describe take it all the same: of objects, of other packages, with metadata.
+    """
+    description = _describe_dtype(dtype)
+    if description is None or (not isinstance(description, str) and not _is_described(dtype, description)):
+        return dtype.__reduce__()
+    return _rebuild_dtype, (description,)
+
+
+def _describe_dtype(dtype: np.dtype[Any]) -> Any:
+    if dtype.hasobject or dtype.metadata is not None or dtype.isbuiltin == 2:
+        return None
+    if dtype.subdtype is not None:
+        base = _describe_dtype(dtype.subdtype[0])
+        return None if base is None else (base, dtype.subdtype[1])
+    if dtype.names is None:
+        return dtype.str
+    assert dtype.fields is not None
+    fields = [dtype.fields[name] for name in dtype.names]
+    formats = tuple(_describe_dtype(field[0]) for field in fields)
+    if None in formats:
+        return None
+    return dtype.names, formats, tuple(field[1] for field in fields), dtype.itemsize, dtype.isalignedstruct
+
+
+def _is_described(dtype: np.dtype[Any], description: Any) -> bool:
+    try:
+        rebuilt = _rebuild_dtype(description)
+    except (TypeError, ValueError):
+        return False
+    return rebuilt == dtype and rebuilt.__reduce__()[2] == dtype.__reduce__()[2]
+
+
+# By class, as a pickler looks them up.
+_DTYPE_REDUCERS = {type(np.dtype(code)): _reduce_dtype for code in np.typecodes["All"] if code != "O"}
+
 
 _INTEGER_OF_SIZE = {
     1: torch.uint8,

@@ -17,7 +17,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack
 
@@ -63,6 +63,7 @@ class ReceiverOptions(TypedDict, total=False):
     spin: float
     pin: Literal["auto", "off"]
     private: bool
+    allow: Iterable[str | Callable[..., Any]] | None
 
 
 class _BlockingEnd(Generic[E]):

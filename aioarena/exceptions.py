@@ -16,6 +16,7 @@
     ├── TimedOutError        a blocking call's time is over          try again; nothing was lost (TimeoutError)
     ├── EncodeError          the object does not pickle (TypeError)  fix the object; nothing was sent
     ├── DecodeError          a message does not unpickle here        that message is consumed; go on
+    │   └── NotAllowedError  ``allow=`` does not list it (.what)     list it, or mistrust the sender
     ├── HandleError          not a handle this version can attach    match versions, hosts and users
     ├── GroupError           not all ranks of a group could attach   see which, and why
     ├── NoSpaceError         memory is not there (OSError)           free or raise it
@@ -42,6 +43,7 @@ __all__ = [
     "HandleError",
     "InternalError",
     "NoSpaceError",
+    "NotAllowedError",
     "PeerLostError",
     "ReaderLostError",
     "SenderLostError",
@@ -183,6 +185,22 @@ class DecodeError(ArenaError):
 
     The message counts as received by this reader: the next receive returns the next message.
     """
+
+
+class NotAllowedError(DecodeError):
+    """A message names something that the receiver's ``allow=`` does not list. It was not called, nor imported.
+
+    What the message named before that may have been made, from what is allowed.
+
+    Attributes:
+        what: What it named, such as ``"os.system"``.
+    """
+
+    what: str
+
+    def __init__(self, message: str, *, what: str) -> None:
+        super().__init__(message)
+        self.what = what
 
 
 class HandleError(ArenaError):

@@ -10,7 +10,7 @@ import secrets
 import time
 import traceback
 from asyncio import _get_running_loop as running_loop
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,6 +18,7 @@ import torch
 import zmq
 
 from aioarena import _devices
+from aioarena._allow import AllowList
 from aioarena._assembly import Assembler
 from aioarena._asyncio import BREATH, BREATH_SHIFT, TICK, Endpoint, State
 from aioarena._codec import decode
@@ -42,6 +43,7 @@ from aioarena.exceptions import (
     EndOfChannel,
     EvictedError,
     HandleError,
+    NotAllowedError,
     SenderLostError,
     WouldBlock,
     text_of,
@@ -72,6 +74,10 @@ class Receiver(Endpoint):
         pin: ``"auto"`` registers the arena as pinned memory once CUDA is in use in this process, in a thread; ``"off"``
             never does.
         private: Give private, plain copies instead of views, for code that writes into what it receives.
+        allow: What messages may name, where the sender is not trusted: names of modules, for the classes defined in them,
+            and classes and functions. Plain data, dates, collections, tensors, arrays and builtin exceptions always may.
+            A message that names anything else raises :class:`NotAllowedError`. None is for senders you trust: it lets a
+            message run any code. Slower, see docs/allow.md, which says what this does not protect from.
 
     Raises:
         ValueError, TypeError: An argument makes no sense.
@@ -87,6 +93,7 @@ class Receiver(Endpoint):
         spin: float = 0.0,
         pin: Literal["auto", "off"] = "auto",
         private: bool = False,
+        allow: Iterable[str | Callable[..., Any]] | None = None,
     ) -> None:
         self._state = State.CLOSED  # nothing to close if what follows raises
         if not isinstance(handle, Handle):
@@ -101,6 +108,7 @@ class Receiver(Endpoint):
             raise ValueError(f"spin must not be negative, not {spin}")
         if pin not in ("auto", "off"):
             raise ValueError(f'pin must be "auto" or "off", not {pin!r}')
+        self._unpickle = decode if allow is None else AllowList(allow).decode
         super().__init__(handle.name)
         self.handle = handle
         self.rank = rank
@@ -506,7 +514,7 @@ class Receiver(Endpoint):
     def _decode(self, pickled: bytes | memoryview, buffers: list[memoryview] | None = None) -> Any:
         self._decoding = True
         try:
-            return decode(pickled, buffers)
+            return self._unpickle(pickled, buffers)
         except BaseException as error:
             self._decode_errors += 1
             # Nothing of the message may stay referenced from here, not even by a traceback that somebody keeps.
@@ -514,10 +522,13 @@ class Receiver(Endpoint):
             if not isinstance(error, Exception):
                 raise
             number = self._core.ring.received + 1  # type: ignore[union-attr]
-            raise DecodeError(
+            text = (
                 f"message {number} of {self._label} does not unpickle here: {type(error).__name__}: {text_of(error)}. It "
                 "counts as received; the next receive gives the next message"
-            ) from error
+            )
+            if isinstance(error, NotAllowedError):
+                raise NotAllowedError(text, what=error.what) from error
+            raise DecodeError(text) from error
         finally:
             self._decoding = False
             del pickled

@@ -14,6 +14,7 @@ WITH_ATTRIBUTES = [
     exceptions.WorkerLostError("lost", pid=7, rank=1, exit_code=3),
     exceptions.HandleError("other", expected=1, found=2),
     exceptions.NoSpaceError("full", needed=2, available=1),
+    exceptions.NotAllowedError("no", what="os.system"),
 ]
 PLAIN = [
     getattr(exceptions, name)("text")

@@ -31,7 +31,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # The one time everything here is derived from: seconds until something that has to happen has not happened. Stretch it on a
 # slow machine with AIOARENA_TEST_PATIENCE=3.
@@ -42,6 +42,11 @@ SOON = PATIENCE / 4
 TEST_TIMEOUT = 6 * PATIENCE
 
 _PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
+# From linux/sched.h.
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWIPC = 0x08000000
+_CLONE_NEWPID = 0x20000000
+_CLONE_NEWNET = 0x40000000
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -103,17 +108,23 @@ def link_pair() -> tuple[Link, socket.socket]:
 
 
 def serve(link: Link) -> None:
-    """Run scripts by name until the test closes its end."""
+    """Say hello and run scripts until the test closes its end."""
+    link.put("hello", os.getpid())
+    _serve_greeted(link)
+
+
+def _serve_greeted(link: Link) -> None:
     from tests.multiprocess import scripts
 
-    link.put("hello", os.getpid())
     while True:
         try:
-            name, loop_kind, args, options = link.get()
+            script, loop_kind, args, options = link.get()
         except (EOFError, ConnectionResetError):
             return
         try:
-            outcome = getattr(scripts, name)(link, *args, **options)
+            if isinstance(script, str):
+                script = getattr(scripts, script)
+            outcome = script(link, *args, **options)
             if asyncio.iscoroutine(outcome):
                 outcome = run_coroutine(outcome, loop_kind)
         except Exception:
@@ -167,22 +178,37 @@ def nursery(fd: int) -> None:
         middle = os.fork()
         if middle == 0:
             requests.close()
-            if os.fork():
+            request = json.loads(message)
+            if request["host"]:
+                enter_host(*request["host"])
+            if pid := os.fork():
+                # Said here, because in a pid namespace of its own the worker does not know this number.
+                Link(Connection(fds[0])).put("hello", pid)
                 os._exit(0)  # the worker is adopted by the test process
             os.dup2(fds[1], 1)
             os.dup2(fds[1], 2)
             os.close(fds[1])
-            request = json.loads(message)
             os.environ.update(request["environ"])
             tempfile.tempdir = os.environ["TMPDIR"]
             if request["group"] is not None:
                 os.setpgid(0, request["group"])
-            serve(Link(Connection(fds[0])))
+            _serve_greeted(Link(Connection(fds[0])))
             return  # out of the main program, as any interpreter ends
         for handed_on in fds:
             os.close(handed_on)
         os.waitpid(middle, 0)
         requests.sendall(b"!")
+
+
+def enter_host(pid: int, own_memory: bool) -> None:
+    """Move to the namespaces of a process; what this process forks is in its pid namespace, too."""
+    flags = _CLONE_NEWNET | (_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID if own_memory else 0)
+    where = os.getcwd()
+    pidfd = os.pidfd_open(pid)
+    if ctypes.CDLL(None, use_errno=True).setns(pidfd, flags) != 0:
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+    os.close(pidfd)
+    os.chdir(where)
 
 
 def _command(function: str, fd: int) -> list[str]:
@@ -192,6 +218,20 @@ def _command(function: str, fd: int) -> list[str]:
 
 
 # The test's side -------------------------------------------------------------------------------------------------------
+
+Script = str | Callable[..., Any]
+
+
+class Host(Protocol):
+    """Where a worker may live, see :mod:`tests.network.hosts`.
+
+    Attributes:
+        pid: A process whose namespaces are the host's.
+        own_memory: Whether it has more than a network of its own.
+    """
+
+    pid: int
+    own_memory: bool
 
 
 class Worker:
@@ -232,8 +272,8 @@ class Worker:
 
     # Talking ----------------------------------------------------------------------------------------------------------
 
-    def start(self, script: str, *args: Any, loop_kind: str | None = None, **options: Any) -> None:
-        """Have a script begin: a function of scripts.py, called with the link and these arguments."""
+    def start(self, script: Script, *args: Any, loop_kind: str | None = None, **options: Any) -> None:
+        """Have a script begin, called with the link and these arguments: a function, or the name of one of scripts.py."""
         self.link.put(script, loop_kind or running_loop_kind(), args, options)
 
     def put(self, *value: Any) -> None:
@@ -286,12 +326,12 @@ class Worker:
         assert isinstance(message, tuple) and message[0] == "result", f"{self} said {message!r} instead of returning"
         return message[1]
 
-    def call(self, script: str, *args: Any, timeout: float = PATIENCE, **options: Any) -> Any:
+    def call(self, script: Script, *args: Any, timeout: float = PATIENCE, **options: Any) -> Any:
         """Run a script from beginning to end: what it returned."""
         self.start(script, *args, **options)
         return self.result(timeout)
 
-    async def acall(self, script: str, *args: Any, timeout: float = PATIENCE, **options: Any) -> Any:
+    async def acall(self, script: Script, *args: Any, timeout: float = PATIENCE, **options: Any) -> Any:
         self.start(script, *args, **options)
         return await self.aresult(timeout)
 
@@ -362,36 +402,54 @@ class Farm:
         self._nursery = nursery
         self.workers: list[Worker] = []
 
-    def worker(self, kind: str = "fork", *, environ: dict[str, str] | None = None, group: int | None = None) -> Worker:
+    def worker(
+        self,
+        kind: str = "fork",
+        *,
+        environ: dict[str, str] | None = None,
+        group: int | None = None,
+        host: Host | None = None,
+    ) -> Worker:
         """Start one worker.
 
         Args:
             kind: ``fork``, ``subprocess`` or ``spawn``.
             environ: Environment variables that differ from ours.
             group: Process group to put it in, 0 for a new one; for ``fork`` only.
+            host: Where it lives, if not on the host of the tests; for ``fork`` only.
         """
-        return self.several(1, kind, environ=environ, group=group)[0]
+        return self.several(1, kind, environ=environ, group=group, host=host)[0]
 
     def several(
-        self, count: int, kind: str = "fork", *, environ: dict[str, str] | None = None, group: int | None = None
+        self,
+        count: int,
+        kind: str = "fork",
+        *,
+        environ: dict[str, str] | None = None,
+        group: int | None = None,
+        host: Host | None = None,
     ) -> list[Worker]:
         """Start workers side by side; those of fresh interpreters take seconds each."""
         environ = {"TMPDIR": str(self._tmpdir), **(environ or {})}
-        assert group is None or kind == "fork"
-        start = {"fork": self._fork, "subprocess": self._subprocess, "spawn": self._spawn}[kind]
-        greetings = [start(environ, group) for _ in range(count)]
+        assert (group is None and host is None) or kind == "fork"
+        start = {
+            "fork": lambda: self._fork(environ, group, host),
+            "subprocess": lambda: self._subprocess(environ),
+            "spawn": lambda: self._spawn(environ),
+        }[kind]
+        greetings = [start() for _ in range(count)]
         workers = [greet() for greet in greetings]
         self.workers += workers
         return workers
 
-    def _fork(self, environ: dict[str, str], group: int | None) -> Callable[[], Worker]:
+    def _fork(self, environ: dict[str, str], group: int | None, host: Host | None) -> Callable[[], Worker]:
         link, theirs = link_pair()
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
-        self._nursery.start(theirs, output, environ, group)
+        self._nursery.start(theirs, output, environ, group, host)
         theirs.close()
         return lambda: Worker(link, output)
 
-    def _subprocess(self, environ: dict[str, str], group: int | None) -> Callable[[], Worker]:
+    def _subprocess(self, environ: dict[str, str]) -> Callable[[], Worker]:
         link, theirs = link_pair()
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         process = subprocess.Popen(
@@ -405,7 +463,7 @@ class Farm:
         theirs.close()
         return lambda: Worker(link, output, process.wait)
 
-    def _spawn(self, environ: dict[str, str], group: int | None) -> Callable[[], Worker]:
+    def _spawn(self, environ: dict[str, str]) -> Callable[[], Worker]:
         link, theirs = link_pair()
         output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed with the worker
         its_end = Connection(theirs.detach())
@@ -443,9 +501,12 @@ class Nursery:
         )
         theirs.close()
 
-    def start(self, pipe: socket.socket, output: Any, environ: dict[str, str], group: int | None) -> None:
+    def start(
+        self, pipe: socket.socket, output: Any, environ: dict[str, str], group: int | None, host: Host | None
+    ) -> None:
         """Have a worker born, as a child of this process."""
-        request = json.dumps({"environ": environ, "group": group}).encode()
+        there = (host.pid, host.own_memory) if host is not None else None
+        request = json.dumps({"environ": environ, "group": group, "host": there}).encode()
         set_subreaper(True)  # orphans of our descendants come to us
         try:
             socket.send_fds(self._requests, [request], [pipe.fileno(), output.fileno()])
