@@ -49,6 +49,7 @@ class Member:
     """
 
     local = True  # attached to the memory, and not over a network
+    host: str | None = None  # another one than ours
 
     def __init__(
         self,

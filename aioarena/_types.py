@@ -162,7 +162,8 @@ class ReaderStatus:
     Attributes:
         rank: Its rank.
         state: ``awaited``, ``joined``, ``left``, ``lost`` or ``evicted``.
-        pid: Process id of the reader that has or last had the rank, None before the first.
+        pid: Process id of the reader that has or last had the rank, on its own host; None before the first.
+        host: Name of that host, if it is a remote reader.
         messages_behind: Messages sent that it has not received.
         bytes_behind: Ring bytes sent that it has not received.
         process: What its process is doing, from /proc (``sleeping``, ``stopped by a signal`` ...), None before the first.
@@ -174,6 +175,7 @@ class ReaderStatus:
     rank: int
     state: str
     pid: int | None
+    host: str | None
     messages_behind: int
     bytes_behind: int
     process: str | None

@@ -811,6 +811,7 @@ class Sender(Endpoint):
             rank=rank,
             state=state.value,
             pid=member.identity.pid if member else None,
+            host=member.host if member else None,
             messages_behind=messages,
             bytes_behind=nbytes,
             process=member.process_state() if member else None,

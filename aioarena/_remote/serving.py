@@ -58,7 +58,7 @@ class RemoteMember(Member):
 
     def __init__(self, join: RemoteJoin, rank: int, holder: Holder, on_evicted: Callable[[RemoteMember], None]) -> None:
         super().__init__(rank, join.incarnation, join.identity, holder)
-        self.host = join.host
+        self.host: str = join.host
         self.address = join.address
         self.cut: float | None = None
         self._on_evicted = on_evicted
