@@ -300,8 +300,8 @@ def _heartbeats(socket: zmq.Socket[bytes], timeout: float) -> None:
     milliseconds = max(1, int(timeout * 1000))
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, milliseconds // 4))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, milliseconds // 2))
-    # While what was sent before is stuck in the kernel, libzmq sends no heartbeat and misses none. So the kernel has to give
-    # up what is not acknowledged (TCP_USER_TIMEOUT, tcp(7)).
+    # While what was sent before is stuck in the kernel, libzmq sends no heartbeat and misses none. So the kernel has to
+    # give up what is not acknowledged (TCP_USER_TIMEOUT, tcp(7)).
     socket.setsockopt(zmq.TCP_MAXRT, max(1, milliseconds // 4 * 3))
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_SECONDS * 1000))
 
