@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 
 import zmq
@@ -30,6 +31,7 @@ class Assembler:
     Attributes:
         arena_nbytes: Bytes received through the arena.
         frame_nbytes: Bytes received as frames.
+        copy_seconds: Time that private copies took.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Assembler:
         self._viewed = viewed
         self.arena_nbytes = 0
         self.frame_nbytes = 0
+        self.copy_seconds = 0.0
 
     def complete(self, taken: IncomingMessage) -> bool:
         """Whether all frames of a message are here."""
@@ -94,9 +97,15 @@ class Assembler:
         view = self._ledger.view(placement.slot, placement.generation, placement.start, placement.nbytes)
         if self._private:
             # The view ends here, and with it our hold on the span.
-            return copy if copy is not None else memoryview(bytearray(view))
+            return copy if copy is not None else self._copied(view)
         self._viewed()
         return view
+
+    def _copied(self, view: memoryview) -> memoryview:
+        began = time.perf_counter()
+        copy = memoryview(bytearray(view))
+        self.copy_seconds += time.perf_counter() - began
+        return copy
 
     def wants_copies(self, taken: IncomingMessage) -> bool:
         """Whether :meth:`private_copies` has something to do."""
@@ -117,9 +126,11 @@ class Assembler:
     async def private_copies(self, taken: IncomingMessage) -> dict[int, memoryview]:
         """Private copies of the large spans, made in threads. Cancelling leaves the message where it is."""
         assert self._ledger is not None
+        began = time.perf_counter()
         copies, portions = private_portions(self._ledger.mapping, self._large_spans(taken))
         job = self._pool.start(portions)
         await join([asyncio.wrap_future(job.done)], job.abort)
+        self.copy_seconds += time.perf_counter() - began
         return copies
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from aioarena._core.arena import SpanReleaser
+from aioarena._core.arena import SpanReleaser, snapshot
 from aioarena._platform.accelerator import Accelerator, Event
 from aioarena._platform.memory import Mapping, Pin
 from aioarena.exceptions import InternalError
@@ -250,6 +250,11 @@ class SpanLedger:
     def pending(self) -> int:
         """Spans dropped whose GPU work is not known to be complete."""
         return len(self._pending) + len(self._dropped)
+
+    @property
+    def pending_events(self) -> int:
+        """Events that those spans wait for. Any thread may ask."""
+        return sum(len(held.events) for held in snapshot(self._pending) + snapshot(self._dropped))
 
     def pump(self) -> bool:
         """Take in what was dropped, release what is complete; whether anything is still pending."""

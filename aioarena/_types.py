@@ -168,8 +168,11 @@ class ReaderStatus:
         bytes_behind: Ring bytes sent that it has not received.
         process: What its process is doing, from /proc (``sleeping``, ``stopped by a signal`` ...), None before the first.
         waited_for: Seconds that a send has been waiting for it, 0.0 if none is.
-        spans_held: Spans of the arena it has not released.
-        slots_held: Their first slots.
+        spans_held: Spans of the arena it has not released, those of messages that it has not received included.
+        bytes_held: Bytes in use of those spans.
+        oldest_held: Seconds since the oldest of them was sent, 0.0 if there is none.
+        slots_held: Their first slots, from the lowest on.
+        ages_held: Seconds since each of them was sent, in the same order.
     """
 
     rank: int
@@ -181,34 +184,45 @@ class ReaderStatus:
     process: str | None
     waited_for: float
     spans_held: int
+    bytes_held: int
+    oldest_held: float
     slots_held: tuple[int, ...]
+    ages_held: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SenderStatistics:
-    """A snapshot of a sender. Counters start at 0 with the channel and never go backwards.
+    """A snapshot of a sender.
+
+    What is marked with *now* is a state. All else counts from 0 at the channel's start, or is the most ever seen, and never
+    goes backwards.
 
     Attributes:
         messages: Messages sent.
         ring_bytes: Bytes that went through the ring, tables included.
         arena_bytes: Bytes sent through the arena.
-        prefaulted_bytes: Bytes of the arena that were populated in the background so far.
         lent_bytes: Of those, bytes that lay in lent memory, and were not copied.
         frame_bytes: Bytes sent as frames.
+        prefaulted_bytes: Bytes of the arena that were populated in the background so far.
         fallbacks: Buffers that did not take the arena, by reason: ``arena_full``, ``larger_than_arena``,
             ``below_min_bytes``, ``arena_off``, ``not_divertible`` (a tensor that torch itself had to pickle); and lent
             buffers that were copied, since they were under way as often as they can be at once: ``lent_busy``.
-        copy_seconds: Time spent copying into the arena and into frames.
+        copy_seconds: Seconds that sends spent copying into the arena and into frames.
         wakeups: Wake-ups sent to readers.
         waits: Sends that had to wait for ring space or frame budget.
+        wait_seconds: Seconds that those sends waited, once they are over.
         ring_used: Bytes of the ring that the slowest reader has not received, now.
+        ring_peak: Most bytes in use when the sender looked: each time that it had written as much as the ring holds since
+            its last look, whenever there was no room, and in each call of this. So a ring that once had no room shows as
+            nearly full; a burst that filled it in part and was over before the next look does not show.
         ring_capacity: Bytes of the ring.
         frames_pending: Bytes of frames that some reader has not received, now.
         slots: Slots of the arena.
-        slots_used: Slots claimed or held by some reader, now.
-        slots_peak: Most slots used at any time.
+        slot_bytes: Bytes of a slot.
+        slots_used: Slots claimed, lent, or held by some reader, now.
+        slots_peak: Most slots used at any time, counting those that readers had released and nobody had looked at since.
         spans_held: Spans that some reader has not released, now.
-        readers: Each rank.
+        readers: Each rank, now.
         foreign_messages: Messages on the socket that no reader of this channel sent; they are ignored.
     """
 
@@ -216,16 +230,19 @@ class SenderStatistics:
     ring_bytes: int
     arena_bytes: int
     lent_bytes: int
-    prefaulted_bytes: int
     frame_bytes: int
+    prefaulted_bytes: int
     fallbacks: dict[str, int]
     copy_seconds: float
     wakeups: int
     waits: int
+    wait_seconds: float
     ring_used: int
+    ring_peak: int
     ring_capacity: int
     frames_pending: int
     slots: int
+    slot_bytes: int
     slots_used: int
     slots_peak: int
     spans_held: int
@@ -235,34 +252,48 @@ class SenderStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStatistics:
-    """A snapshot of a receiver. Counters start at 0 when it attaches and never go backwards.
+    """A snapshot of a receiver.
+
+    What is marked with *now* is a state. All else counts from 0 when it attaches, and never goes backwards.
 
     Attributes:
         messages: Messages received.
         decode_errors: Messages that did not unpickle here.
+        ring_bytes: Bytes of the ring that it has read, headers and padding included.
         arena_bytes: Bytes received as views of the arena.
         frame_bytes: Bytes received as frames.
+        copy_seconds: Seconds that private copies and calls of ``to_device`` took.
         bytes_behind: Ring bytes sent and not received, now.
         parks: Times it waited for a message.
+        wakeups: Wake-ups sent to a sender that waits for room.
         spans_held: Spans it holds: tensors alive, or GPU work pending, now.
-        bytes_held: Bytes of those spans.
-        oldest_held: Seconds that the oldest of them has been held, 0.0 if there is none.
+        bytes_held: Bytes of those spans, now.
+        oldest_held: Seconds that the oldest of them has been held, now; 0.0 if there is none.
+        slots_held: Their first slots, now, from the lowest on.
+        ages_held: Seconds that each of them has been held, now, in the same order.
         spans_released: Spans given back.
-        spans_pending: Held spans that are dropped and only wait for GPU work.
+        spans_pending: Held spans that are dropped and only wait for GPU work, now.
+        events_pending: Events in GPU streams that those spans wait for, now. 0 while none could be recorded yet.
         spans_quarantined: Spans never given back because the GPU stopped answering.
-        pinned: ``no`` (no GPU context, or ``pin="off"``), ``pending``, ``yes`` or ``failed``.
+        pinned: ``no`` (no GPU context, or ``pin="off"``), ``pending``, ``yes`` or ``failed``, now.
     """
 
     messages: int
     decode_errors: int
+    ring_bytes: int
     arena_bytes: int
     frame_bytes: int
+    copy_seconds: float
     bytes_behind: int
     parks: int
+    wakeups: int
     spans_held: int
     bytes_held: int
     oldest_held: float
+    slots_held: tuple[int, ...]
+    ages_held: tuple[float, ...]
     spans_released: int
     spans_pending: int
+    events_pending: int
     spans_quarantined: int
     pinned: str

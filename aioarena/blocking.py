@@ -306,8 +306,8 @@ class Sender(_BlockingEnd[sender.Sender]):
         return self._run(self._end.trim, (), timeout)
 
     def statistics(self) -> SenderStatistics:
-        """A snapshot of counters and state. Cheap; may be called any time, also after close."""
-        return self._end.statistics() if self._driver is None else self._driver.call(self._end.statistics)
+        """A snapshot of counters and state. Cheap; may be called any time, also after close; waits for no other call."""
+        return self._end.statistics()
 
 
 class Receiver(_BlockingEnd[receiver.Receiver]):
@@ -445,8 +445,8 @@ class Receiver(_BlockingEnd[receiver.Receiver]):
         return self._run(self._end.to_device, (obj, device, stream))
 
     def statistics(self) -> ReceiverStatistics:
-        """A snapshot of counters and state. Cheap; may be called any time, also after close."""
-        return self._end.statistics() if self._driver is None else self._driver.call(self._end.statistics)
+        """A snapshot of counters and state. Cheap; may be called any time, also after close; waits for no other call."""
+        return self._end.statistics()
 
 
 def from_process_group(

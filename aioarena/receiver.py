@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch
 import zmq
 
-from aioarena import _devices
+from aioarena import _devices, _statistics
 from aioarena._allow import AllowList
 from aioarena._assembly import Assembler
 from aioarena._asyncio import BREATH, BREATH_SHIFT, TICK, Endpoint, State
@@ -30,7 +30,6 @@ from aioarena._core.words import FENCES
 from aioarena._gpu import GpuSide
 from aioarena._platform import accelerator, memory, process
 from aioarena._platform.bell import NO_BELL, Bell
-from aioarena._platform.memory import Pin
 from aioarena._platform.process import ProcessIdentity
 from aioarena._platform.wire import ReceiverWire
 from aioarena._release import SpanLedger
@@ -138,6 +137,8 @@ class Receiver(Endpoint):
         self._asked = self._ask_again = 0.0  # when it asked for its seat, and seconds from then to the next warning
         self._parks = 0
         self._decode_errors = 0
+        self._wakeups = 0
+        self._move_seconds = 0.0
 
     def _survives_fork(self) -> bool:
         return self._state is State.NEW
@@ -539,6 +540,7 @@ class Receiver(Endpoint):
 
     def _wake_sender(self) -> None:
         assert self._wire is not None
+        self._wakeups += 1
         self._wire.wake()
         self._drain_later()
 
@@ -573,6 +575,13 @@ class Receiver(Endpoint):
             ClosedError, WrongContextError: As :meth:`recv`.
         """
         self._check()
+        began = time.perf_counter()
+        try:
+            return await self._move(obj, device, stream)
+        finally:
+            self._move_seconds += time.perf_counter() - began
+
+    async def _move(self, obj: Any, device: Any, stream: Any) -> Any:
         if torch.device(device).type == "cpu":
             self._moving += 1
             try:
@@ -693,21 +702,5 @@ class Receiver(Endpoint):
             self._raise_fault()
 
     def statistics(self) -> ReceiverStatistics:
-        """A snapshot of counters and state. Cheap; may be called any time, also after close."""
-        core, ledger, assembler = self._core, self._ledger, getattr(self, "_assembler", None)
-        held = list(ledger.held.values()) if ledger is not None else []
-        return ReceiverStatistics(
-            messages=core.ring.received if core is not None else 0,
-            decode_errors=self._decode_errors,
-            arena_bytes=assembler.arena_nbytes if assembler is not None else 0,
-            frame_bytes=assembler.frame_nbytes if assembler is not None else 0,
-            bytes_behind=core.ring.lag if core is not None and self._state is State.OPEN else 0,
-            parks=self._parks,
-            spans_held=len(held),
-            bytes_held=sum(span.nbytes for span in held),
-            oldest_held=max((time.monotonic() - span.since for span in held), default=0.0),
-            spans_released=ledger.released if ledger is not None else 0,
-            spans_pending=ledger.pending if ledger is not None else 0,
-            spans_quarantined=ledger.quarantined if ledger is not None else 0,
-            pinned=ledger.mapping.pin.value if ledger is not None else Pin.NO.value,
-        )
+        """A snapshot of counters and state. Cheap; may be called any time, also after close, in any thread."""
+        return _statistics.of_receiver(self)

@@ -19,12 +19,13 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
+from aioarena import _statistics
 from aioarena._asyncio import BREATH_SHIFT, Endpoint, State, Turn
 from aioarena._codec import Encoder, Plan, as_plan
 from aioarena._core.arena import Loan
 from aioarena._core.layout import Layout
 from aioarena._core.record import INLINE
-from aioarena._core.sender import ARENA_FULL, LARGER_THAN_ARENA, NOT_DIVERTIBLE, Membership, PlacedMessage, SenderCore
+from aioarena._core.sender import ARENA_FULL, LARGER_THAN_ARENA, NOT_DIVERTIBLE, PlacedMessage, SenderCore
 from aioarena._filling import FallbackLog, Filler
 from aioarena._lending import address_of, as_tensor, shape_of
 from aioarena._membership import Members
@@ -41,7 +42,6 @@ from aioarena._types import (
     MIN_RING_BYTES,
     ArenaConfig,
     Handle,
-    ReaderStatus,
     SenderStatistics,
 )
 from aioarena.exceptions import ArenaError, WouldBlock
@@ -194,6 +194,7 @@ class Sender(Endpoint):
             layout,
             min_bytes=arena.min_bytes if arena else DEFAULT_MIN_BYTES,
             frame_budget=frame_budget,
+            clock=time.monotonic,
         )
         self.handle = Handle(
             name=self._name,
@@ -219,6 +220,8 @@ class Sender(Endpoint):
         self._lending = 0  # calls that wait for lent memory, or give memory back
         self._wakeups = 0
         self._waits = 0
+        self._wait_seconds = 0.0
+        self._ring_peak = 0  # as statistics have seen it
         self._log_fallback = FallbackLog(self._name, self._core.arena)
         self._stalls: Stalls | None = None
         self._foreign_reported = 0
@@ -636,7 +639,7 @@ class Sender(Endpoint):
     async def _until_room(self, placed: PlacedMessage) -> None:
         ring, stalls = self._core.ring, self._stalls
         assert stalls is not None
-        waited = False
+        waited, began = False, time.monotonic()
         try:
             while (tail := self._core.shortage(placed)) is not None:
                 self._waits += not waited
@@ -648,6 +651,7 @@ class Sender(Endpoint):
                     await self._changed()
         finally:
             if waited:
+                self._wait_seconds += time.monotonic() - began
                 ring.unpark()
                 stalls.need_no_more()
 
@@ -775,50 +779,8 @@ class Sender(Endpoint):
         return {rank: len(arena.held_by(member.holder)) for rank, member in self._members.by_rank.items()}
 
     def statistics(self) -> SenderStatistics:
-        """A snapshot of counters and state. Cheap; may be called any time, also after close."""
-        core = self._core
-        core.arena.reap()
-        tail = core.ring.slowest_tail()
-        return SenderStatistics(
-            messages=core.ring.published,
-            ring_bytes=core.inline_nbytes,
-            arena_bytes=core.arena_nbytes,
-            lent_bytes=core.lent_nbytes,
-            prefaulted_bytes=self._filler.prefault.done if self._filler.prefault is not None else 0,
-            frame_bytes=core.framed_nbytes,
-            fallbacks=dict(core.fallbacks),
-            copy_seconds=self._filler.seconds,
-            wakeups=self._wakeups,
-            waits=self._waits,
-            ring_used=core.ring.head - tail,
-            ring_capacity=core.layout.ring_bytes,
-            frames_pending=core.frames_pending,
-            slots=core.arena.slots,
-            slots_used=core.arena.used_slots,
-            slots_peak=core.arena.peak_slots,
-            spans_held=len(core.arena.published_spans),
-            readers=tuple(self._reader_status(rank) for rank in range(core.layout.readers)),
-            foreign_messages=self._wire.foreign if self._wire is not None else 0,
-        )
-
-    def _reader_status(self, rank: int) -> ReaderStatus:
-        state = self._core.members[rank]
-        member = self._members.by_rank.get(rank) if self._members is not None else None
-        joined = state is Membership.JOINED
-        messages, nbytes = self._core.lag(rank) if joined else (0, 0)
-        held = self._core.arena.held_by(member.holder) if member else []
-        return ReaderStatus(
-            rank=rank,
-            state=state.value,
-            pid=member.identity.pid if member else None,
-            host=member.host if member else None,
-            messages_behind=messages,
-            bytes_behind=nbytes,
-            process=member.process_state() if member else None,
-            waited_for=self._stalls.waited_for(rank) if self._stalls is not None else 0.0,
-            spans_held=len(held),
-            slots_held=tuple(span.slot for span in held),
-        )
+        """A snapshot of counters and state. Cheap; may be called any time, also after close, in any thread."""
+        return _statistics.of_sender(self)
 
 
 def _check_not_negative(what: str, value: object) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from aioarena._core.layout import Layout
 from aioarena._core.words import Words
@@ -28,6 +29,18 @@ _MOST_USES = 64
 # Published spans looked at on each allocation. Bounds the time of one send when readers retain thousands of spans;
 # when nothing fits, all are looked at before the arena counts as full.
 _REAP_STEP = 64
+
+
+T = TypeVar("T")
+
+
+def snapshot(items: Iterable[T]) -> list[T]:
+    """A copy of a collection that another thread may be changing."""
+    while True:
+        try:
+            return list(items)
+        except RuntimeError:  # it changed meanwhile, which takes far longer from one time to the next than copying does
+            continue
 
 
 class Holder:
@@ -55,10 +68,11 @@ class Span:
         generation: Number of this use of the slots.
         holders: Readers that have not released it; None until it is published.
         number: Number of the message it was published with.
+        since: When that was, by the clock of the arena.
         loan: The loan it is a use of, or None for one with slots of its own.
     """
 
-    __slots__ = ("generation", "holders", "loan", "nbytes", "number", "slot", "slots")
+    __slots__ = ("generation", "holders", "loan", "nbytes", "number", "since", "slot", "slots")
 
     def __init__(self, slot: int, slots: int, nbytes: int, generation: int, loan: Loan | None = None) -> None:
         self.slot = slot
@@ -68,6 +82,7 @@ class Span:
         self.generation = generation
         self.holders: list[Holder] | None = None
         self.number = 0
+        self.since = 0.0
 
     def __repr__(self) -> str:
         return f"<Span slots {self.slot}..{self.slot + self.slots - 1}, generation {self.generation}>"
@@ -180,11 +195,21 @@ class SlotAllocator:
 
 
 class Arena:
-    """The sender's ledger of spans."""
+    """The sender's ledger of spans.
 
-    def __init__(self, words: Words, layout: Layout, order: Callable[[], None]) -> None:
+    Args:
+        words: The control segment.
+        layout: Its layout.
+        order: See words.py.
+        clock: Tells the time in seconds, for the age of spans.
+    """
+
+    def __init__(
+        self, words: Words, layout: Layout, order: Callable[[], None], clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._words = words
         self._order = order
+        self._clock = clock
         self._done = layout.done
         self._readers = layout.readers
         self.slots = layout.slots
@@ -211,6 +236,25 @@ class Arena:
     def published_spans(self) -> tuple[Span, ...]:
         """Spans that some reader has not released, as last noticed."""
         return tuple(self._published)
+
+    def census(self) -> tuple[int, list[Span]]:
+        """Slots in use, and the spans that some reader holds, as of now. Changes nothing: any thread may ask.
+
+        While the thread of the sender is at work in here, a span that it is just looking at may be missing.
+        """
+        used = self._allocator.taken_slots
+        held, loans = [], {id(loan): loan for loan in snapshot(self._loans)}
+        for span in snapshot(self._published):
+            if self._is_held(span):
+                held.append(span)
+            else:
+                used -= span.slots
+            if span.loan is not None and span.loan.dropped:
+                loans[id(span.loan)] = span.loan
+        for loan in loans.values():
+            if not any(use.holders is None or self._is_held(use) for use in snapshot(loan.uses)):
+                used -= loan.slots
+        return max(0, used), held
 
     def fits(self, nbytes: int) -> bool:
         """Whether the whole arena would be enough for a buffer."""
@@ -302,16 +346,20 @@ class Arena:
         """Hand a span to readers, with message ``number``. It is free again once all of them released it or died."""
         span.holders = list(holders)
         span.number = number
+        span.since = self._clock()
         self._claimed -= 1
         self._published.append(span)
 
     def held_by(self, holder: Holder) -> list[Span]:
-        """Spans that one reader has not released, in order of their slots. For diagnosis: looks at all of them."""
+        """Spans that one reader has not released, in order of their slots. For diagnosis: looks at all of them.
+
+        Any thread may ask.
+        """
         words, done = self._words, self._done + holder.rank
         return sorted(
             (
                 span
-                for span in self._published
+                for span in snapshot(self._published)
                 if span.holders is not None
                 and holder in span.holders
                 and not holder.dead

@@ -42,6 +42,8 @@ class RingWriter:
     Attributes:
         head: Byte cursor after the last published record.
         published: Messages published so far.
+        peak: Most bytes that some reader had not received, at the times that the tails were read: when as much as the
+            ring holds had been written since the last time, or a reader was dropped, or there was no room.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RingWriter:
         self._first_word = layout.ring_offset // 8
         self.head = 0
         self.published = 0
+        self.peak = 0
         self._pad = 0  # bytes of the pad record before the place last reserved
         # Cursor up to which the ring may be written: slowest known tail + capacity. Tails are only read again when
         # this would be overrun, so a sender that is not held up never touches the readers' cache lines.
@@ -206,7 +209,9 @@ class RingWriter:
         self._words[SENDER_PARKED] = 0
 
     def _refresh(self) -> int:
-        self._limit = self.slowest_tail() + self._capacity
+        tail = self.slowest_tail()
+        self._limit = tail + self._capacity
+        self.peak = max(self.peak, self.head - tail)
         # The tails just read, before the bytes that they allow to be overwritten.
         self._order()
         return self._limit
@@ -217,6 +222,7 @@ class RingReader:
 
     Attributes:
         cursor: Byte cursor of the next record to look at.
+        first: Byte cursor where it began.
         received: Messages this reader is done with.
     """
 
@@ -240,6 +246,7 @@ class RingReader:
         self._parked = layout.parked + rank
         self._parks = 0
         self.cursor = 0
+        self.first = 0
         self.received = 0
         self._number = 0  # number of the next message on the channel; differs from received for a late reader
         self._known_head = 0
@@ -248,7 +255,7 @@ class RingReader:
 
     def start(self, cursor: int, number: int) -> None:
         """Begin at ``cursor``, where the sender put this reader, with message ``number`` of the channel."""
-        self.cursor = self._known_head = self._stored_tail = cursor
+        self.cursor = self.first = self._known_head = self._stored_tail = cursor
         self._number = number & _NUMBER_MASK
 
     def look(self) -> tuple[int, int, int] | None:

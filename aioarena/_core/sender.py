@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from aioarena._core import words as shared
-from aioarena._core.arena import Arena, Holder, Loan, Span
+from aioarena._core.arena import Arena, Holder, Loan, Span, snapshot
 from aioarena._core.layout import TRIMMING, Layout
 from aioarena._core.record import (
     ARENA,
@@ -103,6 +103,7 @@ class SenderCore:
         layout: Its layout.
         min_bytes: Buffers of at least this many bytes leave the ring.
         frame_budget: Bytes of frames that may be under way before the sender waits. One larger message may go alone.
+        clock: Tells the time in seconds, for the age of spans.
     """
 
     def __init__(
@@ -114,13 +115,14 @@ class SenderCore:
         frame_budget: int,
         order: Callable[[], None] = shared.order,
         fence: Callable[[], None] = shared.fence,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.layout = layout
         self._words = words = control[: layout.ring_offset + layout.ring_bytes].cast("Q")
         self._order = order
         self._fence = fence
         self.ring = RingWriter(words, control[layout.ring_offset :], layout, order, fence)
-        self.arena = Arena(words, layout, order)
+        self.arena = Arena(words, layout, order, clock)
         self.min_bytes = min_bytes
         self._max_body = layout.ring_bytes // _BODY_SHARE
         # The largest pickled message that takes the one-call path.
@@ -137,7 +139,6 @@ class SenderCore:
         self.lent_nbytes = 0  # of those
         self.framed_nbytes = 0
         self.fallbacks = dict.fromkeys(REASONS, 0)
-        self.peak_ring_nbytes = 0
 
     # Members ------------------------------------------------------------------------------------------------------
 
@@ -340,11 +341,12 @@ class SenderCore:
 
     @property
     def frames_pending(self) -> int:
-        """Bytes of frames that some reader has not received."""
-        self._settle_frames()
-        return self.frame_nbytes
+        """Bytes of frames that some reader has not received. Any thread may ask."""
+        tail = self.ring.slowest_tail()
+        return sum(nbytes for end, nbytes in snapshot(self._frames) if end > tail)
 
     @property
     def frames_end(self) -> int:
         """The tail at which no frame is pending any more."""
+        self._settle_frames()
         return self._frames[-1][0] if self._frames else 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioarena._core.arena import Arena, Holder, SlotAllocator, Span, SpanReleaser
+from aioarena._core.arena import Arena, Holder, Loan, SlotAllocator, Span, SpanReleaser, snapshot
 from aioarena._core.layout import Layout
 
 from .support import Recording, make_control
@@ -492,3 +495,72 @@ def test_lent_slots_go_back_with_the_last_use() -> None:
     assert again is not None
     arena.drop(again)
     assert arena.lend(32) is not None  # dropped and unsent: free at the next look
+
+
+# The census -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_census_tells_what_a_look_would_find_and_changes_nothing(seed: int) -> None:
+    """Of random claims, loans, publications and releases: slots in use, and who is held, without taking note of either."""
+    random = Random(seed)
+    spans = Spans(slots=12, readers=2)
+    arena = spans.arena
+    claimed: list[Span] = []
+    published: list[Span] = []
+    loans: list[Loan] = []
+    for _ in range(200):
+        step = random.randrange(7)
+        if step == 0 and (span := arena.claim(random.choice((100, 250)))) is not None:
+            claimed.append(span)
+        elif step == 1 and (loan := arena.lend(random.choice((100, 300)))) is not None:
+            loans.append(loan)
+        elif step == 2 and loans and (use := arena.use(random.choice(loans), 100)) is not None:
+            claimed.append(use)
+        elif step == 3 and claimed:
+            span = claimed.pop(random.randrange(len(claimed)))
+            if random.random() < 0.2:
+                arena.unclaim(span)
+            else:
+                arena.publish(span, random.choice((spans.holders, spans.holders[:1], [])))
+                published.append(span)
+        elif step == 4 and loans:
+            arena.drop(loans.pop(random.randrange(len(loans))))
+        elif published:
+            spans.release(random.choice(published), rank=random.randrange(2))
+        before = arena.used_slots, arena.published_spans, len(arena._loans), arena._allocator.runs()
+        used, held = arena.census()
+        assert before == (arena.used_slots, arena.published_spans, len(arena._loans), arena._allocator.runs())
+        if random.random() < 0.3:
+            arena.reap()
+            assert (arena.used_slots, set(arena.published_spans)) == (used, set(held))
+
+
+def test_a_span_is_as_old_as_its_publication() -> None:
+    """By the clock that the arena was given."""
+    now = [5.0]
+    layout = Layout(readers=1, ring_bytes=64, slots=4, slot_bytes=8)
+    arena = Arena(memoryview(bytearray(layout.control_bytes)).cast("Q"), layout, lambda: None, lambda: now[0])
+    span = arena.claim(8)
+    assert span is not None
+    now[0] = 7.0
+    arena.publish(span, [Holder(0)])
+    now[0] = 9.0
+    assert span.since == 7.0
+
+
+def test_a_snapshot_is_taken_again_if_the_collection_changes_meanwhile() -> None:
+    """As iterating over a deque or a dict says, when another thread adds to it."""
+
+    class Changing:
+        def __init__(self) -> None:
+            self.looks = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.looks += 1
+            yield 1
+            if self.looks < 3:
+                raise RuntimeError("deque mutated during iteration")
+            yield 2
+
+    assert snapshot(Changing()) == [1, 2]

@@ -264,6 +264,22 @@ def test_room_is_what_can_be_written_before_any_reader_moves() -> None:
     assert ring.writer.room == 64
 
 
+def test_peak_is_the_most_that_was_seen_when_the_tails_were_read() -> None:
+    """A burst that needed no look does not show; a ring without room does, also once it is empty again."""
+    ring = Ring(64)
+    ring.put(body(0))
+    ring.put(body(1))
+    ring.get_all()
+    assert ring.writer.peak == 0
+    for number in range(4):
+        ring.put(body(number))  # the third finds what it knows of the tails used up
+    assert not ring.put(body(4))
+    assert ring.writer.peak == 64
+    ring.get_all()
+    ring.put(body(5))
+    assert ring.writer.peak == 64
+
+
 def test_tails_are_read_only_when_the_known_ones_do_not_suffice() -> None:
     """A writer that is not held up leaves the readers' cache lines alone."""
     ring = Ring(64)

@@ -56,9 +56,11 @@ async def test_a_slot_is_not_reused_while_its_event_is_pending(gpu: FakeGpu) -> 
         assert sender.statistics().slots_used == SLOTS
         await a_while()
         assert receiver.statistics().spans_held == receiver.statistics().spans_pending == SLOTS
+        assert receiver.statistics().events_pending == SLOTS  # of the other stream, they are complete
         busy.finish()
         await until(lambda: free(sender))
         assert receiver.statistics().spans_held == receiver.statistics().spans_pending == 0
+        assert receiver.statistics().events_pending == 0
         assert (await pass_on(sender, receiver, 3))[0] == 3
         assert frames(sender) == 10
 
