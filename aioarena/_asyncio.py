@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import warnings
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
+from aioarena import _registry
 from aioarena.exceptions import ArenaError, ClosedError, WrongContextError
 
 # Operations that may succeed in a row without suspending before others on the loop get a turn: about 0.3 ms of small
@@ -57,7 +57,7 @@ class Endpoint(ABC):
         self._watched: set[int] = set()
         self._draining: asyncio.Handle | None = None  # a look at the wire in the next turn of the loop
         self._fault: Callable[[Any], ArenaError] | None = Endpoint._not_started
-        _endpoints.add(self)
+        _registry.add(self)
 
     # Faults -------------------------------------------------------------------------------------------------------
 
@@ -85,6 +85,7 @@ class Endpoint(ABC):
             raise ClosedError(f"{self._label} was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         self._state = State.STARTING
+        _registry.started(self)
         return self._loop
 
     # Closing ------------------------------------------------------------------------------------------------------
@@ -300,13 +301,12 @@ class Turn:
             self._queue[0].notify()
 
 
-_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 # What a forked child inherited: kept, so that nothing of it is finalised there.
 _inherited: list[Any] = []
 
 
 def _after_fork_in_child() -> None:
-    for endpoint in list(_endpoints):
+    for endpoint in _registry.ends():
         if endpoint._state is not State.CLOSED and not endpoint._survives_fork():
             endpoint._fault = Endpoint._forked
             _inherited.append(endpoint)

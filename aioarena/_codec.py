@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from aioarena._copying import STEP_BYTES, Portion
+from aioarena._envelope import Envelope
 from aioarena.exceptions import BusyError, EncodeError, text_of
 
 _PROTOCOL = 5
@@ -472,6 +473,8 @@ def _describe(obj: object) -> str:
 
 
 def _find(obj: object) -> str:
+    if isinstance(obj, Envelope):
+        obj = obj.message  # what the user has passed
     path, culprit = "", obj
     budget = [_MAX_PATH_STEPS]
     seen = {id(obj)}  # an object may contain itself
