@@ -86,6 +86,15 @@ class Accelerator(Protocol):
     def copy(self, tensor: torch.Tensor, device: Any, stream: Any) -> tuple[torch.Tensor, Event]:
         """Copy a CPU tensor to a :meth:`destination`; the event marks the copy's end."""
 
+    def has_ranges(self) -> bool:
+        """Whether there is a profiler's interface to mark ranges with. Never makes a context, nor do the next two."""
+
+    def begin_range(self, name: str) -> Any:
+        """Begin a range of the profiler, in any thread; what :meth:`end_range` has to get."""
+
+    def end_range(self, mark: Any) -> None:
+        """End a range, in any thread."""
+
 
 class TorchCuda:
     """The real runtime, through torch. Serves ROCm too, where torch keeps CUDA's names."""
@@ -173,6 +182,20 @@ class TorchCuda:
             event = self.record(stream)
         assert event is not None, "the copy made a context if there was none"
         return copy, event
+
+    def has_ranges(self) -> bool:
+        try:
+            self.end_range(self.begin_range("aioarena"))
+        except (AttributeError, RuntimeError):  # of what stands in for it in a torch without CUDA
+            return False
+        return True
+
+    # Not push and pop, which nest per thread: tasks take turns in one.
+    def begin_range(self, name: str) -> Any:
+        return torch.cuda.nvtx.range_start(name)
+
+    def end_range(self, mark: Any) -> None:
+        torch.cuda.nvtx.range_end(mark)
 
 
 class _CudaEvent:

@@ -68,6 +68,9 @@ class FakeGpu:
         registrations: ``(address, nbytes, device, thread name)`` of every try to register.
         unregistrations: ``(address, device, thread name)``.
         copies: ``(device, stream, thread name)`` of every copy.
+        profiled: Whether there is a profiler's interface.
+        open_ranges: Ranges that have begun, in order.
+        ranges: Names of those that have ended, in order.
     """
 
     def __init__(self, devices: int = 2) -> None:
@@ -89,6 +92,9 @@ class FakeGpu:
         self.query_error: Exception | None = None
         self.record_error: Exception | None = None
         self.streams_error: Exception | None = None
+        self.profiled = True
+        self.open_ranges: list[list[str]] = []
+        self.ranges: list[str] = []
         self._threads = threading.local()
 
     # What a test does ---------------------------------------------------------------------------------------------
@@ -213,6 +219,18 @@ class FakeGpu:
         self.contexts.add(device)
         self.copies.append((device, stream, threading.current_thread().name))
         return tensor.clone(), self._record(stream)
+
+    def has_ranges(self) -> bool:
+        return self.profiled
+
+    def begin_range(self, name: str) -> list[str]:
+        mark = [name]  # an object of its own, so that each can be told from another of the same name
+        self.open_ranges.append(mark)
+        return mark
+
+    def end_range(self, mark: list[str]) -> None:
+        self.open_ranges = [open_range for open_range in self.open_ranges if open_range is not mark]
+        self.ranges.append(mark[0])
 
 
 def is_mapped(address: int, nbytes: int) -> bool:
