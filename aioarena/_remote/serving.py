@@ -67,8 +67,9 @@ class RemoteMember(Member):
         return False  # as far as can be known from here
 
     def process_state(self) -> str:
-        if self.cut is not None:
-            return f"without a connection for {time.monotonic() - self.cut:.1f} s"
+        cut = self.cut  # once: statistics ask in another thread
+        if cut is not None:
+            return f"without a connection for {time.monotonic() - cut:.1f} s"
         return f"connected from {self.address}"
 
     def describe(self) -> str:

@@ -32,6 +32,7 @@ from aioarena._core.sender import Membership
 from aioarena._platform.memory import Pin
 from aioarena._types import ReaderStatus, ReceiverStatistics, SenderStatistics
 from aioarena.receiver import Receiver
+from aioarena.relay import Relay
 from aioarena.sender import Sender
 
 __all__ = ["BUCKETS", "ChannelCollector", "install"]
@@ -155,7 +156,18 @@ _RECEIVER = (
     _Metric("aioarena_receiver_pinned", "1 for whether the arena is pinned here.", _pinned, labels=("state",)),
 )
 
-_GROUPS = ((_SENDER, ("channel",)), (_READER, ("channel", "rank")), (_RECEIVER, ("channel", "rank")))
+# Of each relay in this process, and of each receiver of a channel of another host; labelled with the channel and the rank.
+_REMOTE = (
+    _counter("aioarena_remote_messages", "Messages that arrived over the network.", lambda relay: relay.received),
+    _counter("aioarena_remote_bytes", "Bytes that arrived over the network.", lambda relay: relay.received_bytes),
+)
+
+_GROUPS = (
+    (_SENDER, ("channel",)),
+    (_READER, ("channel", "rank")),
+    (_RECEIVER, ("channel", "rank")),
+    (_REMOTE, ("channel", "rank")),
+)
 
 
 class ChannelCollector(Collector):
@@ -175,11 +187,20 @@ class ChannelCollector(Collector):
         """All metrics. Any thread may ask; no end is held up."""
         samples: dict[_Metric, dict[tuple[str, ...], float]] = {}
         channels = set()
-        for end in _registry.ends():
-            if end._state in (State.NEW, State.CLOSED) or end._born_elsewhere():
-                continue
+        ends = [
+            end for end in _registry.ends() if end._state not in (State.NEW, State.CLOSED) and not end._born_elsewhere()
+        ]
+        # What a remote receiver has inside is no channel that anybody knows of.
+        relays = [end._relay for end in ends if isinstance(end, Receiver) and end._relay is not None]
+        inside = {relay._mirror for relay in relays}
+        for end in ends:
             channels.add(end._name)
-            if isinstance(end, Sender):
+            if isinstance(end, Relay):
+                if end.rank is not None:
+                    _add(samples, _REMOTE, (end._name, str(end.rank)), end)
+            elif isinstance(end, Sender):
+                if end in inside:
+                    continue
                 sent = end.statistics()
                 _add(samples, _SENDER, (end._name,), sent)
                 for reader in sent.readers:
@@ -215,7 +236,7 @@ def _add(
     samples: dict[_Metric, dict[tuple[str, ...], float]],
     metrics: Iterable[_Metric],
     labels: tuple[str, ...],
-    statistics: SenderStatistics | ReaderStatus | ReceiverStatistics,
+    statistics: SenderStatistics | ReaderStatus | ReceiverStatistics | Relay,
 ) -> None:
     """Add one object's values; with those of another that has the same labels, as two channels of one name."""
     for metric in metrics:

@@ -173,6 +173,19 @@ class Bomb:
         return int, ("no number",)
 
 
+async def test_over_the_network(traced: Spans) -> None:
+    """The context is part of the message, however that travels."""
+    async with (
+        Sender(0, remote_readers=1, bind="tcp://127.0.0.1:0", name="steps", arena=ARENA, ring_bytes=RING_BYTES) as sender,
+        Receiver(sender.handle, 0) as receiver,
+    ):
+        for obj in ("small", filled(1)):
+            await sender.send(obj)
+            await receiver.recv()
+    for send, receive in zip(traced.named("send steps"), traced.named("receive steps"), strict=True):
+        assert is_child(receive, send)
+
+
 def test_blocking_ends(traced: Spans) -> None:
     with blocking_channel(name="steps") as (sender, receiver):
         with traced.tracer.start_as_current_span("step"):

@@ -19,9 +19,10 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from aioarena import ReaderStatus, Receiver, ReceiverStatistics, Sender, SenderStatistics
+from aioarena import ReaderStatus, Receiver, ReceiverStatistics, Relay, Sender, SenderStatistics
+from aioarena._asyncio import Endpoint
 from aioarena.integrations import prometheus
-from tests.conftest import OpenChannel
+from tests.conftest import ARENA, RING_BYTES, OpenChannel
 from tests.fronts.support import filled
 from tests.fronts.threads import blocking_channel
 from tests.metrics.test_documents import Reading
@@ -259,6 +260,17 @@ async def test_ends_that_are_closed_are_gone(open_channel: OpenChannel, exported
         await unused.aclose()
 
 
+async def test_a_forked_child_has_none_of_its_parents(open_channel: OpenChannel, exported: Exported) -> None:
+    """What it inherited is nothing that it does."""
+    with installed(exported.registry):
+        async with open_channel(name="steps") as channel:
+            channel.sender._fault = Endpoint._forked  # as in a child
+            scraped = await asyncio.to_thread(exported.scrape)
+            channel.sender._fault = None
+            assert scraped.value("aioarena_sender_messages_total", channel="steps") is None
+            assert scraped.value("aioarena_receiver_messages_total", channel="steps", rank="0") == 0
+
+
 async def test_channels_of_one_name_are_added_up(open_channel: OpenChannel, exported: Exported) -> None:
     """A second sample with the same labels would spoil the whole scrape. Of peaks the largest counts."""
     with installed(exported.registry):
@@ -271,6 +283,44 @@ async def test_channels_of_one_name_are_added_up(open_channel: OpenChannel, expo
             assert scraped.value("aioarena_sender_arena_slots_used", channel="steps") == 5
             assert scraped.value("aioarena_sender_arena_slots_peak", channel="steps") == 3
             assert scraped.value("aioarena_reader_state", channel="steps", rank="0", state="joined") == 2
+
+
+async def test_a_reader_over_the_network(exported: Exported) -> None:
+    """Is a reader and a receiver, with what arrived; the channel that it has inside is nobody's business."""
+    with installed(exported.registry, histograms=True):
+        async with (
+            Sender(
+                0, remote_readers=1, bind="tcp://127.0.0.1:0", name="steps", arena=ARENA, ring_bytes=RING_BYTES
+            ) as sender,
+            Receiver(sender.handle, 0) as receiver,
+        ):
+            await sender.send(filled(1))
+            await sender.send("small")
+            assert [len(await receiver.recv()) for _ in range(2)] == [1 << 20, 5]
+            scraped = await asyncio.to_thread(exported.scrape)
+            assert scraped.value("aioarena_sender_messages_total", channel="steps") == 2
+            assert scraped.value("aioarena_reader_state", channel="steps", rank="0", state="joined") == 1
+            assert scraped.value("aioarena_receiver_messages_total", channel="steps", rank="0") == 2
+            assert scraped.value("aioarena_remote_messages_total", channel="steps", rank="0") == 2
+            assert (scraped.value("aioarena_remote_bytes_total", channel="steps", rank="0") or 0) > 1 << 20
+            assert scraped.value("aioarena_delivery_duration_seconds_count", channel="steps", rank="0") == 2
+
+
+async def test_a_relay_is_a_sender(exported: Exported) -> None:
+    with installed(exported.registry):
+        async with (
+            Sender(
+                0, remote_readers=1, bind="tcp://127.0.0.1:0", name="steps", arena=ARENA, ring_bytes=RING_BYTES
+            ) as sender,
+            Relay(sender.handle, 1, name="here") as relay,
+            Receiver(relay.handle, 0) as receiver,
+        ):
+            await sender.send(1)
+            assert await receiver.recv() == 1
+            scraped = await asyncio.to_thread(exported.scrape)
+            assert scraped.value("aioarena_remote_messages_total", channel="steps", rank="0") == 1
+            assert scraped.value("aioarena_sender_messages_total", channel="here") == 1
+            assert scraped.value("aioarena_receiver_messages_total", channel="here", rank="0") == 1
 
 
 async def test_names_stay_what_they_are(open_channel: OpenChannel, exported: Exported) -> None:
