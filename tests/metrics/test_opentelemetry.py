@@ -8,11 +8,13 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry import trace
+from opentelemetry import propagate, trace
+from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -124,10 +126,17 @@ async def test_each_message_has_its_own_context(open_channel: OpenChannel, trace
             assert is_child(send, traced.one(f"step {number}")) and is_child(receive, send)
 
 
-async def test_a_receive_is_no_part_of_what_the_reader_is_doing(open_channel: OpenChannel, traced: Spans) -> None:
-    """It belongs to the step, or to itself if nothing came with the message."""
+@pytest.mark.parametrize("why", ["nothing came", "nobody understands it"])
+async def test_a_receive_is_no_part_of_what_the_reader_is_doing(
+    open_channel: OpenChannel, traced: Spans, why: str, request: pytest.FixtureRequest
+) -> None:
+    """It belongs to the step, or to itself."""
     async with open_channel(name="steps") as channel:
-        _observing._strip(channel.sender)  # as in a process without tracing
+        if why == "nothing came":
+            _observing._strip(channel.sender)  # as in a process without tracing
+        else:
+            request.addfinalizer(partial(propagate.set_global_textmap, propagate.get_global_textmap()))
+            propagate.set_global_textmap(CompositePropagator([]))
         await channel.sender.send("plain")
         with traced.tracer.start_as_current_span("serving"):
             assert await channel.receiver.recv() == "plain"

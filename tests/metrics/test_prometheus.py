@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from aioarena import ReaderStatus, Receiver, ReceiverStatistics, Relay, Sender, SenderStatistics
+from aioarena import ReaderStatus, Receiver, ReceiverStatistics, Relay, Sender, SenderStatistics, _envelope
 from aioarena._asyncio import Endpoint
 from aioarena.integrations import prometheus
 from tests.conftest import ARENA, RING_BYTES, OpenChannel
@@ -238,6 +238,26 @@ async def test_sends_are_timed_from_the_call_to_the_return(
                 for le in ("0.2", "0.4", "+Inf")
             ]
             assert buckets == [0, 1, 1]
+
+
+async def test_deliveries_are_timed_from_the_pickling_to_the_arrival(
+    open_channel: OpenChannel, exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now = 10**9
+
+        def monotonic_ns(self) -> int:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(_envelope, "time", clock)
+    with installed(exported.registry, histograms=True):
+        async with open_channel(name="steps") as channel:
+            await channel.sender.send(1)
+            clock.now += 2_500_000_000
+            await channel.receiver.recv()
+            scraped = await asyncio.to_thread(exported.scrape)
+            assert scraped.value("aioarena_delivery_duration_seconds_sum", channel="steps", rank="0") == 2.5
 
 
 def test_blocking_ends_are_scraped_while_their_threads_wait(exported: Exported) -> None:
