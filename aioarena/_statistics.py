@@ -24,9 +24,9 @@ _peaks = threading.Lock()
 def of_sender(sender: Sender) -> SenderStatistics:
     core, filler, wire = sender._core, sender._filler, sender._wire
     used, held = core.arena.census()
-    # The tail first: what is sent and received between the two looks then counts too much, never below 0.
-    tail = core.ring.slowest_tail()
-    ring_used = max(0, core.ring.head - tail)
+    # The head first: what is sent and received between the two looks must not count, or it would stay as the most ever.
+    head = core.ring.head
+    ring_used = max(0, head - core.ring.slowest_tail())
     with _peaks:
         sender._ring_peak = ring_peak = max(sender._ring_peak, core.ring.peak, ring_used)
     return SenderStatistics(

@@ -194,8 +194,8 @@ class ReaderStatus:
 class SenderStatistics:
     """A snapshot of a sender.
 
-    What is marked with *now* is a state. All else counts from 0 at the channel's start, or is the most ever seen, and never
-    goes backwards.
+    What is marked with *now* is a state, and sizes are what they are. All else counts from 0 at the channel's start, or is
+    the most ever seen, and never goes backwards.
 
     Attributes:
         messages: Messages sent.

@@ -72,6 +72,27 @@ async def test_the_fullest_ring_is_remembered(open_channel: OpenChannel) -> None
         assert RING_BYTES * 0.9 < emptied.ring_peak <= RING_BYTES
 
 
+async def test_what_is_sent_while_another_thread_looks_does_not_count(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Head and tail are read one after the other; what both pass meanwhile was never in the ring together."""
+    async with open_channel() as channel:
+        ring = channel.sender._core.ring
+        slowest_tail = ring.slowest_tail
+
+        def look_and_be_interrupted() -> int:
+            tail = slowest_tail()
+            context.undo()
+            channel.sender.send_nowait(b"x" * 1000)
+            channel.receiver.recv_nowait()
+            return tail
+
+        with monkeypatch.context() as context:
+            context.setattr(ring, "slowest_tail", look_and_be_interrupted)
+            assert channel.sender.statistics().ring_peak == 0
+        assert channel.sender.statistics().messages == 1
+
+
 async def test_time_of_waiting_and_who_ended_it(open_channel: OpenChannel) -> None:
     """Counted when the wait is over; the reader that made room sent one wake-up."""
     async with open_channel() as channel:
