@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from aioarena import _codec
+from aioarena._envelope import open_envelope
 from aioarena.exceptions import NotAllowedError, text_of
 
 _unpack_float = struct.Struct(">d").unpack
@@ -588,6 +589,13 @@ def _attributes(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     _codec._set_attributes(tensor, attributes)
 
 
+def _envelope(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    message, sent_ns, clock, carrier = args
+    _require(type(sent_ns) is int and 0 <= sent_ns < 1 << 63 and type(clock) is str, function)
+    _require(type(carrier) is dict and all(type(part) is str for item in carrier.items() for part in item), function)
+    return open_envelope(message, sent_ns, clock, carrier)
+
+
 def _dtype(function: Callable[..., Any], args: tuple[Any, ...]) -> np.dtype[Any]:
     (description,) = args
     _require(_is_description(description, _MAX_DIMENSIONS), function)
@@ -681,6 +689,7 @@ _CALLABLES: dict[tuple[str, str], tuple[Any, _Check]] = {
             ("aioarena._codec", "_set_attributes"): _attributes,
             ("aioarena._codec", "_rebuild_dtype"): _dtype,
             ("aioarena._codec", "_rebuild_array"): _array,
+            ("aioarena._envelope", "open_envelope"): _envelope,
             # Numpy's own, as its second and as its first major version name them.
             ("numpy._core.numeric", "_frombuffer"): _array,
             ("numpy.core.numeric", "_frombuffer"): _array,

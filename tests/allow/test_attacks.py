@@ -24,6 +24,7 @@ import torch
 from aioarena import NotAllowedError
 from aioarena._allow import AllowList
 from aioarena._codec import Encoder, as_plan
+from aioarena._envelope import take_postmark
 from tests.allow import messages
 from tests.allow.messages import Kind, Step
 from tests.allow.opcodes import build, call, data, name, program, text
@@ -479,6 +480,30 @@ def test_attributes_of_tensors(attributes: Any) -> None:
         decode(program(call(name("aioarena._codec", "_set_attributes"), one, data(attributes))), buffer())
     with pytest.raises(ValueError):
         decode(program(call(name("aioarena._codec", "_set_attributes"), name(MODULE, "Step"), data({"a": 1}))))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        (-1, "", {}),
+        (2**63, "", {}),
+        (1.5, "", {}),
+        (True, "", {}),
+        (1, b"", {}),
+        (1, "", {"a": 1}),
+        (1, "", {b"a": "b"}),
+        (1, "", []),
+        (1, ""),
+        (1, "", {}, 1),
+    ],
+    ids=repr,
+)
+def test_envelopes(around: tuple[Any, ...]) -> None:
+    """Only what a sender puts around a message: others would be used as such."""
+    take_postmark()
+    with pytest.raises(ValueError):
+        decode(program(call(name("aioarena._envelope", "open_envelope"), text("message"), *map(data, around))))
+    assert take_postmark() is None
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from aioarena import _codec
 from aioarena._allow import AllowList
 from aioarena._codec import Encoder, as_plan
+from aioarena._envelope import Envelope, take_postmark
 from tests.allow import messages
 from tests.allow.messages import ByFunction, Failure, Flags, Frozen, Kind, Outer, Pair, Step, Table, WithState
 
@@ -163,6 +164,14 @@ def test_exceptions() -> None:
     back = received(error)
     assert type(back) is FileNotFoundError
     assert (back.args, back.filename, back.__notes__) == (error.args, "file", ["a note"])
+
+
+def test_what_travels_with_a_message() -> None:
+    """A trace's context, or when it was sent: data, whoever it comes from."""
+    assert received(Envelope({"step": torch.ones(3)}, {"traceparent": "00-1-2-01"}))["step"].sum() == 3
+    postmark = take_postmark()
+    assert postmark is not None and postmark.age is not None
+    assert postmark.carrier == {"traceparent": "00-1-2-01"}
 
 
 def test_an_object_in_itself() -> None:

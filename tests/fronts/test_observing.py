@@ -255,6 +255,18 @@ async def test_every_kind_of_message_arrives_as_it_was_sent(open_channel: OpenCh
             assert notes.numbers == ([str(number + 1) for number in range(len(KINDS))] if observed else [])
 
 
+async def test_readers_that_trust_nobody_receive_it_too(open_channel: OpenChannel) -> None:
+    """What is around a message needs no permission."""
+    async with open_channel(receiver={"allow": []}) as channel:
+        with observing(Notes()) as notes:
+            await channel.sender.send({"step": 1})
+            assert await channel.receiver.recv() == {"step": 1}
+            assert notes.numbers == ["1"]
+            _observing._strip(channel.receiver)
+            await channel.sender.send([filled(1)])
+            assert (await channel.receiver.recv())[0].sum() == 1 << 20
+
+
 async def test_who_carries_nothing_sends_no_envelope(open_channel: OpenChannel) -> None:
     async with open_channel() as channel:
         with observing(Notes(carries=False)) as notes:
