@@ -23,8 +23,8 @@ LAST_LINES = {
 }
 
 
-# Run by tests/vllm, where there is a vLLM.
-ELSEWHERE = {"vllm_engine.py"}
+# Run by tests/vllm and tests/ray, where there is a vLLM and a Ray.
+ELSEWHERE = {"vllm_engine.py", "ray_workers.py"}
 
 
 def test_every_example_is_run() -> None:
