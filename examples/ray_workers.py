@@ -40,13 +40,15 @@ class PlainWorker:
 
 async def send(steps: aioarena.Sender, message: object) -> None:
     """Send, waiting for ranks that are vacant to be taken again."""
+    told = False
     while True:
         try:
             return await steps.send(message)
         except aioarena.ReaderLostError as error:
-            print(f"rank {error.rank} is lost (pid {error.pid}), waiting for Ray to restart it")
-            while any(reader.state == "lost" for reader in steps.statistics().readers):
-                await asyncio.sleep(0.05)
+            if not told:
+                print(f"rank {error.rank} is lost (pid {error.pid}), waiting for Ray to restart it")
+                told = True
+            await asyncio.sleep(0.05)
 
 
 async def main() -> None:
@@ -59,7 +61,7 @@ async def main() -> None:
             print(f"step {number} sent")
             if number == FATAL_STEP:
                 os.kill(steps.statistics().readers[1].pid, signal.SIGKILL)
-                while steps.statistics().readers[1].state == "joined":
+                while steps.statistics().readers[1].state == "joined":  # noqa: ASYNC110 - until it is noticed
                     await asyncio.sleep(0.01)
     for rank, result in enumerate(results):
         print(f"rank {rank} received steps {await result}")

@@ -1,4 +1,4 @@
-"""Actors of a real Ray, one node, as ends of a channel. Not among the tests that README's command runs: see CONTRIBUTING."""
+"""Actors of a real Ray, one node, as ends of a channel. Skipped where there is no Ray: see CONTRIBUTING."""
 
 from __future__ import annotations
 
