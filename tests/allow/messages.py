@@ -90,3 +90,11 @@ def rebuild(value: int) -> tuple[str, int]:
 def remove(path: str) -> None:
     """A function of this module that takes a path: allowing the module must not make it callable."""
     os.remove(path)
+
+
+SCRATCH = bytearray()
+
+
+def overwrite(start: int, data: bytes) -> None:
+    """As another process might, while the message that calls this is being unpickled."""
+    SCRATCH[start : start + len(data)] = data

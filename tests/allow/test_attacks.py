@@ -37,6 +37,8 @@ TENSOR = name("aioarena._codec", "_rebuild_tensor")
 ARRAY = name("aioarena._codec", "_rebuild_array")
 DTYPE = name("aioarena._codec", "_rebuild_dtype")
 BUFFER = b"\x97"
+HONEST = call(TENSOR, BUFFER, text("float32"), data((4,)), data((1,)))
+ORDERED = call(name("collections", "OrderedDict"))
 
 
 def decode(pickled: bytes, *buffers: memoryview) -> Any:
@@ -545,11 +547,44 @@ def test_arrays_and_scalars_beyond_their_memory() -> None:
         call(ARRAY, BUFFER, text("O"), data((2,))),
         call(ARRAY, data(bytes(16)), eight, data((2,))),
         call(name("numpy._core.multiarray", "scalar"), eight, data(bytes(7))),
+        call(name("numpy._core.multiarray", "scalar"), eight, data(bytes(9))),
         call(name("numpy._core.multiarray", "scalar"), eight, data([1])),
         call(name("numpy._core.multiarray", "scalar"), text("O"), data(bytes(8))),
     ):
         with pytest.raises((ValueError, TypeError)):
             decode(program(steps), buffer())
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        call(name("aioarena._codec", "_rebuild_requiring_grad"), name(MODULE, "Step"), b"\x88"),
+        call(name("aioarena._codec", "_rebuild_requiring_grad"), HONEST, b"K\1"),
+        call(name("torch._utils", "_rebuild_parameter"), name(MODULE, "Step"), b"\x89", ORDERED),
+        call(name("torch._utils", "_rebuild_parameter"), HONEST, b"K\1", ORDERED),
+        call(name("torch._utils", "_rebuild_parameter"), HONEST, b"\x89", b"N"),
+        call(name("torch._utils", "_rebuild_parameter"), HONEST, b"\x89", ORDERED + b"K\1" + name(MODULE, "Step") + b"s"),
+    ],
+    ids=repr,
+)
+def test_parameters_and_grad(steps: bytes) -> None:
+    """Of tensors only, and without hooks."""
+    with pytest.raises(ValueError, match="with arguments that no Sender writes"):
+        decode(program(steps), buffer())
+
+
+def test_memory_that_changes_meanwhile() -> None:
+    """What was looked at is what is used."""
+    good, bad = name(MODULE, "Step"), name("os", "system")
+
+    def overwriting(at: int) -> bytes:
+        overwrite = call(name(MODULE, "overwrite"), data(at), data(bad + b"0" * (len(good) - len(bad))))
+        return program(overwrite, b"0", good)
+
+    pickled = overwriting(overwriting(0).rindex(good))
+    messages.SCRATCH[:] = pickled
+    assert AllowList([MODULE, messages.overwrite]).decode(memoryview(messages.SCRATCH)) is Step
+    assert bad in messages.SCRATCH[pickled.rindex(good) :]
 
 
 def test_numpy_believes_what_a_pickle_says_of_a_dtype() -> None:
