@@ -378,7 +378,7 @@ class Serving:
             return
         if join.version != VERSION:
             self._refuse(join, f"the sender speaks version {VERSION}, this reader {join.version}: install the same")
-        elif join.session > 1 or join.received:
+        elif join.returning or join.received:
             # Was given up, while it had no connection to be told so.
             self._tell_what_it_missed(join)
         elif join.rank == ANY_RANK:
@@ -516,9 +516,16 @@ class Serving:
 
     def _admit_asking(self) -> None:
         for join in list(self._asking.values()):
-            if join.rank not in self._links or self._links[join.rank].member.cut is not None:
+            if join.rank == ANY_RANK:
+                free = [rank for rank in self._ranks if self._is_free(rank)]
+            else:
+                free = [join.rank] if self._is_free(join.rank) else []
+            if free:
                 self._stop_timer(join.incarnation)
-                self._contend_or_seat(join, join.rank if join.rank != ANY_RANK else self._ranks[0])
+                self._contend_or_seat(join, free[0])
+
+    def _is_free(self, rank: int) -> bool:
+        return rank not in self._links or self._links[rank].member.cut is not None
 
     def _stop_timer(self, incarnation: int) -> None:
         self._asking.pop(incarnation, None)
