@@ -798,7 +798,8 @@ class Sender(Endpoint):
             slots_peak=core.arena.peak_slots,
             spans_held=len(core.arena.published_spans),
             readers=tuple(self._reader_status(rank) for rank in range(core.layout.readers)),
-            foreign_messages=self._wire.foreign if self._wire is not None else 0,
+            foreign_messages=(self._wire.foreign if self._wire is not None else 0)
+            + (self._serving.wire.foreign if self._serving is not None else 0),
         )
 
     def _reader_status(self, rank: int) -> ReaderStatus:
