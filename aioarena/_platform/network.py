@@ -435,14 +435,14 @@ class RemoteSenderWire(Wire):
         if kind == b"\x00" and message[1:2] == b"R" and len(message) == 1 + _TOPIC.size:
             return Disconnect(_TOPIC.unpack(message[1:])[1])
         if kind == b"J" and len(message) >= _JOIN.size:
-            *words, pid, ticks, namespace = _JOIN.unpack_from(message)
+            _, incarnation, version, rank, session, returning, received, limit, *process = _JOIN.unpack_from(message)
             host = _read_text(message[_JOIN.size :])
             try:
                 address = str(frame.get("Peer-Address"))
             except zmq.ZMQError:
                 address = "an address unknown"
-            identity = ProcessIdentity(pid, ticks, namespace)
-            return RemoteJoin(*words[1:], identity, host, address)
+            identity = ProcessIdentity(*process)
+            return RemoteJoin(incarnation, version, rank, session, returning, received, limit, identity, host, address)
         if kind == b"A" and len(message) == _ACK.size:
             return Ack(*_ACK.unpack(message)[1:])
         if kind == b"L" and len(message) >= _LEAVE.size:
@@ -557,7 +557,7 @@ class RemoteReceiverWire(Wire):
             # of which libzmq makes no error of its own.
             silent = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN
             connection.rejected |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            # Also when what comes later does not decrypt: libzmq 4.3.5 then only reads no more, until a heartbeat is missed.
+            # Also when what comes later does not decrypt: libzmq 4.3.5 then reads no more until a heartbeat is missed.
             connection.abandoned |= event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             connection.failures += not silent
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import pickle
 import random
-import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from aioarena import ArenaError, HandleError, Receiver, Sender
+from aioarena import HandleError, Receiver, Sender
 from aioarena._core.layout import VERSION
 from aioarena._platform.network import RemoteRef, parse_endpoint
 from tests.conftest import ARENA, RING_BYTES
@@ -167,7 +165,7 @@ async def test_a_handle_of_a_closed_channel_at_the_port_of_another() -> None:
     await old.aclose()
     async with remote_sender(0, 1, bind=remote_of(old.handle).endpoint) as sender:
         with pytest.raises(
-            HandleError, match="does not accept this handle .* of another channel, perhaps one that was closed"
+            HandleError, match=r"does not accept this handle .* another channel, perhaps one that was closed"
         ):
             await Receiver(old.handle, 0).start()
         async with Receiver(sender.handle, 0) as reader:
@@ -269,7 +267,7 @@ async def test_what_is_changed_on_the_way_is_noticed(change: Callable[[bytes, ra
         reading = asyncio.create_task(expect(reader, 0, 40))
         for number in range(40):
             if number % 16 == 5:
-                await until(lambda: feed._session > met and feed._parser is not None)
+                await until(lambda met=met: feed._session > met and feed._parser is not None)
                 met = feed._session
                 proxy.meddle = meddle
             await sender.send(message(number))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioarena import Receiver, Relay
-from tests.fronts.support import filled, shows, until
+from tests.fronts.support import until
 from tests.remote.proxy import Proxy
 from tests.remote.test_channel import remote_sender
 
