@@ -248,7 +248,7 @@ async def test_what_is_changed_on_the_way_is_noticed(change: Callable[[bytes, ra
     """The connection ends, the next one goes on where the stream was whole, and no message is missing or wrong."""
     chance = random.Random(f"{change.__name__} {down}")
     async with (
-        remote_sender(0, 1, remote_timeout=2.0) as sender,
+        remote_sender(0, 1, remote_timeout=4.0) as sender,
         Proxy(sender.handle) as proxy,
         Receiver(proxy.handle, 0) as reader,
     ):
