@@ -22,7 +22,7 @@ _peaks = threading.Lock()
 
 
 def of_sender(sender: Sender) -> SenderStatistics:
-    core, filler, wire = sender._core, sender._filler, sender._wire
+    core, filler, wire, serving = sender._core, sender._filler, sender._wire, sender._serving
     used, held = core.arena.census()
     # The head first: what is sent and received between the two looks must not count, or it would stay as the most ever.
     head = core.ring.head
@@ -51,7 +51,7 @@ def of_sender(sender: Sender) -> SenderStatistics:
         slots_peak=core.arena.peak_slots,
         spans_held=len(held),
         readers=tuple(_reader(sender, rank) for rank in range(core.layout.readers)),
-        foreign_messages=wire.foreign if wire is not None else 0,
+        foreign_messages=(wire.foreign if wire is not None else 0) + (serving.wire.foreign if serving is not None else 0),
     )
 
 

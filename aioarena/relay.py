@@ -27,6 +27,9 @@ _TURN_BYTES = 1 << 20
 # Seconds that start waits before it says so; then twice as long each time.
 _WARN_AFTER = 10.0
 
+# Seconds after which a connection that libzmq makes no attempt to mend is made anew. It says that it will at once.
+_REVIVE_AFTER = 0.1
+
 
 class Relay(Endpoint):
     """Receives a channel from another host once, and is its sender to any number of readers on this one.
@@ -81,6 +84,7 @@ class Relay(Endpoint):
         self._feed: Feed | None = None
         self._lost = False  # the sender is not heard of for too long
         self._deadline: asyncio.TimerHandle | None = None
+        self._reviving: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._ended = False
         self._asked = self._ask_again = 0.0
@@ -235,8 +239,9 @@ class Relay(Endpoint):
             self._mirror.aclose().send(None)  # of one that was never started, this does not wait
 
     def _release_resources(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._reviving):
+            if timer is not None:
+                timer.cancel()
         if self._feed is not None:
             self._feed.close()
         self._mirror.attend(None)
@@ -318,7 +323,15 @@ class Relay(Endpoint):
             return
         if feed.look_at_connection():
             self._watch_over(feed)
+            if feed.wire.connection.abandoned and self._reviving is None:
+                assert self._loop is not None
+                self._reviving = self._loop.call_later(_REVIVE_AFTER, self._revive, feed)
         self._notify()
+
+    def _revive(self, feed: Feed) -> None:
+        self._reviving = None
+        if feed.wire.connection.abandoned:
+            feed.wire.reconnect()
 
     def _watch_over(self, feed: Feed) -> None:
         """Set the time by which the sender has to be back, if it is away."""

@@ -25,6 +25,7 @@ hands the sender an unsubscription from it. All numbers are little-endian.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket as sockets
@@ -61,9 +62,12 @@ _BACKLOG = 128
 # Parts of a second that closing may take to write what is queued: a few bytes that say why.
 _LAST_WORDS_MS = 200
 
+# Messages that are taken in before others on the loop get a turn: about a millisecond.
+_MOST_DRAINED = 100
+
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27 of ZeroMQ: where libzmq asks whom to admit
 
-_JOIN = struct.Struct("<cQIqIQQIQQ")
+_JOIN = struct.Struct("<cQIqI?QQIQQ")
 _ACK = struct.Struct("<cQIQQ")
 _LEAVE = struct.Struct("<cQ")
 _TOPIC = struct.Struct("<cQ")
@@ -106,6 +110,7 @@ class RemoteJoin:
         version: Layout version of its library.
         rank: Its rank, or ANY_RANK.
         session: Counts its connections.
+        returning: Whether it has had a seat before.
         received: Messages it has received before.
         limit: See :class:`Ack`.
         identity: Its process, on its own host.
@@ -117,6 +122,7 @@ class RemoteJoin:
     version: int
     rank: int
     session: int
+    returning: bool
     received: int
     limit: int
     identity: ProcessIdentity
@@ -208,6 +214,23 @@ def endpoint_of(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+def _check_advertised(host: str, given: str) -> None:
+    endpoint = endpoint_of(host, 1)
+    try:
+        unreachable = parse_endpoint(endpoint) != (host.lower(), 1) or host == "*" or _is_unspecified(host)
+    except ValueError:
+        unreachable = True
+    if unreachable:
+        raise ValueError(f'advertise must be a host that readers can connect to, like "10.0.0.5", not {given!r}')
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+    except ValueError:
+        return False  # a name
+
+
 class Listener:
     """A bound and listening TCP socket, until a :class:`RemoteSenderWire` takes it over.
 
@@ -233,7 +256,7 @@ class Listener:
             )[0]
         except OSError as error:
             raise ArenaError(f"cannot bind {bind}: {error.strerror or error}; name an address of this host") from error
-        everywhere = everywhere or ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified
+        everywhere = everywhere or _is_unspecified(str(address[0]))
         if everywhere and not any_interface:
             raise ValueError(
                 f"{bind!r} is every interface of this host: bind the one address that the readers reach, or pass "
@@ -241,28 +264,32 @@ class Listener:
             )
         if everywhere and advertise is None:
             raise ValueError(f"{bind!r} is no address to connect to: say with advertise= which one the readers are to take")
-        self._socket: sockets.socket | None = sockets.socket(family, sockets.SOCK_STREAM)
+        own = host if advertise is None else advertise.strip("[]")
+        if advertise is not None:
+            _check_advertised(own, advertise)
+        socket = sockets.socket(family, sockets.SOCK_STREAM)
         try:
-            self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-            self._socket.bind(address)
-            self._socket.listen(_BACKLOG)
+            socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            socket.bind(address)
+            socket.listen(_BACKLOG)
         except OSError as error:
-            self._socket.close()
+            socket.close()
             raise ArenaError(
                 f"cannot bind {bind}: {error.strerror or error}; name an address of this host and a free port, or port 0"
             ) from error
-        self._socket.setblocking(False)
-        own = host if advertise is None else advertise
-        self.endpoint = endpoint_of(own.strip("[]"), self._socket.getsockname()[1])
+        socket.setblocking(False)
+        port = socket.getsockname()[1]
+        self.endpoint = endpoint_of(own, port)
         self.ipv6 = family == sockets.AF_INET6
-        self._bound = endpoint_of(str(address[0]), self._socket.getsockname()[1])
+        self._bound = endpoint_of(str(address[0]), port)
+        # Without its object, which would complain when a sender that was never started is dropped.
+        self._fd: int | None = socket.detach()
 
     def hand_over(self, socket: zmq.Socket[bytes]) -> None:
         """Have a ZMQ socket accept the connections."""
-        assert self._socket is not None, "handed over before"
+        assert self._fd is not None, "handed over before"
         socket.setsockopt(zmq.IPV6, int(self.ipv6))
-        fd = self._socket.detach()
-        self._socket = None
+        fd, self._fd = self._fd, None
         try:
             socket.setsockopt(zmq.USE_FD, fd)
             socket.bind(self._bound)
@@ -272,9 +299,13 @@ class Listener:
             raise
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", None) is not None:
+            self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,10 +415,12 @@ class RemoteSenderWire(Wire):
         self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
 
     def drain(self) -> list[Upward]:
-        """Everything that arrived."""
+        """What arrived, up to a bound: whoever sends without end is not to stop all else."""
         self.admit()
         events: list[Upward] = []
-        while self.readable():
+        for _ in range(_MOST_DRAINED):
+            if not self.readable():
+                break
             frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             event = self._parse(frames[0]) if len(frames) == 1 else None
             if event is not None:
@@ -402,19 +435,18 @@ class RemoteSenderWire(Wire):
         if kind == b"\x00" and message[1:2] == b"R" and len(message) == 1 + _TOPIC.size:
             return Disconnect(_TOPIC.unpack(message[1:])[1])
         if kind == b"J" and len(message) >= _JOIN.size:
-            _, incarnation, version, rank, session, received, limit, pid, ticks, namespace = _JOIN.unpack_from(message)
-            host = message[_JOIN.size :].decode(errors="replace")[:_LONGEST_TEXT]
+            _, incarnation, version, rank, session, returning, received, limit, *process = _JOIN.unpack_from(message)
+            host = _read_text(message[_JOIN.size :])
             try:
                 address = str(frame.get("Peer-Address"))
             except zmq.ZMQError:
                 address = "an address unknown"
-            identity = ProcessIdentity(pid, ticks, namespace)
-            return RemoteJoin(incarnation, version, rank, session, received, limit, identity, host, address)
+            identity = ProcessIdentity(*process)
+            return RemoteJoin(incarnation, version, rank, session, returning, received, limit, identity, host, address)
         if kind == b"A" and len(message) == _ACK.size:
             return Ack(*_ACK.unpack(message)[1:])
         if kind == b"L" and len(message) >= _LEAVE.size:
-            reason = message[_LEAVE.size :].decode(errors="replace")[:_LONGEST_TEXT]
-            return RemoteLeave(_LEAVE.unpack_from(message)[1], reason)
+            return RemoteLeave(_LEAVE.unpack_from(message)[1], _read_text(message[_LEAVE.size :]))
         return None
 
     def close(self) -> None:
@@ -430,11 +462,12 @@ class Connection:
     """What became of a reader's connections, from libzmq's reports.
 
     Attributes:
-        reached: Whether something at the address has ever accepted.
+        reached: Whether something at the address accepts connections.
         sessions: Connections that stood, keys checked.
         up: Whether one stands now.
         failures: Handshakes that failed in a row.
         rejected: Whether the sender has refused our keys.
+        abandoned: Whether libzmq makes no other connection by itself: after something came that no ZMQ sends.
     """
 
     reached: bool = False
@@ -442,6 +475,7 @@ class Connection:
     up: bool = False
     failures: int = 0
     rejected: bool = False
+    abandoned: bool = False
 
 
 class RemoteReceiverWire(Wire):
@@ -459,6 +493,7 @@ class RemoteReceiverWire(Wire):
         self._topic = _TOPIC.pack(b"R", incarnation)
         self._monitor: zmq.Socket[bytes] | None = None
         self.connection = Connection()
+        self._shaking_hands = False
         self.foreign = 0
         socket = self.socket
         try:
@@ -473,6 +508,8 @@ class RemoteReceiverWire(Wire):
             _heartbeats(socket, remote.timeout)
             self._monitor = monitor = socket.get_monitor_socket(
                 zmq.EVENT_CONNECTED
+                | zmq.EVENT_CLOSED
+                | zmq.EVENT_CONNECT_RETRIED
                 | zmq.EVENT_DISCONNECTED
                 | zmq.EVENT_HANDSHAKE_SUCCEEDED
                 | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -489,22 +526,40 @@ class RemoteReceiverWire(Wire):
 
     def drain_monitor(self) -> bool:
         """Bring :attr:`connection` up to date; whether anything happened."""
-        connection, changed = self.connection, False
+        changed = False
         while self._monitor is not None and events_of(self._monitor) & zmq.POLLIN:
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            report = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            self._take_in(report["event"], report["value"])
             changed = True
-            if event == zmq.EVENT_CONNECTED:
-                connection.reached = True
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                connection.sessions += 1
-                connection.failures = 0
-                connection.up = True
-            else:
-                connection.up = False
-                if event != zmq.EVENT_DISCONNECTED:
-                    connection.failures += 1
-                    connection.rejected |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         return changed
+
+    def _take_in(self, event: int, value: int) -> None:
+        connection = self.connection
+        if event == zmq.EVENT_CONNECT_RETRIED:
+            connection.abandoned = False
+            return
+        was_shaking_hands, self._shaking_hands = self._shaking_hands, event == zmq.EVENT_CONNECTED
+        if event == zmq.EVENT_CONNECTED:
+            connection.reached = True
+            connection.abandoned = False
+            return
+        connection.up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            connection.sessions += 1
+            connection.failures = 0
+        elif event == zmq.EVENT_CLOSED:
+            connection.reached = False  # nobody listens there
+        elif event == zmq.EVENT_DISCONNECTED:
+            connection.abandoned = True  # unless a report that another connection is made follows
+            connection.failures += was_shaking_hands
+        else:
+            # A sender that was not started yet holds its connections and answers none: they end when their time is over,
+            # of which libzmq makes no error of its own.
+            silent = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN
+            connection.rejected |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            # Also when what comes later does not decrypt: libzmq 4.3.5 then reads no more until a heartbeat is missed.
+            connection.abandoned |= event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            connection.failures += not silent
 
     def receive(self) -> Downward | None:
         """The next message, None if there is none."""
@@ -530,13 +585,14 @@ class RemoteReceiverWire(Wire):
         if kind == b"E" and len(head) == _END.size:
             return End(_END.unpack(head)[3])
         if kind == b"G" and len(head) >= _GIVEN_UP.size:
-            return GivenUp(head[_GIVEN_UP.size :].decode(errors="replace"), _GIVEN_UP.unpack_from(head)[3])
+            return GivenUp(_read_text(head[_GIVEN_UP.size :]), _GIVEN_UP.unpack_from(head)[3])
         return None
 
     def reconnect(self) -> None:
         """Break the connection off, and make another."""
-        self.connection.up = False
-        self.socket.disconnect(self._endpoint)
+        self.connection.up = self.connection.abandoned = False
+        with contextlib.suppress(zmq.ZMQError):  # libzmq has given it up itself
+            self.socket.disconnect(self._endpoint)
         self.socket.connect(self._endpoint)
 
     def join(self, join: RemoteJoin) -> None:
@@ -548,6 +604,7 @@ class RemoteReceiverWire(Wire):
                 join.version,
                 join.rank,
                 join.session,
+                join.returning,
                 join.received,
                 join.limit,
                 identity.pid,
@@ -577,3 +634,8 @@ class RemoteReceiverWire(Wire):
 
 def _text(text: str) -> bytes:
     return text.encode(errors="replace")[:_LONGEST_TEXT]
+
+
+def _read_text(text: bytes) -> str:
+    """What the other end says, fit for a line of a log: it may hold anything."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[:_LONGEST_TEXT].decode(errors="replace"))

@@ -12,6 +12,7 @@ from aioarena._platform.network import Ack, Data, End, GivenUp, RemoteJoin, Remo
 from aioarena._platform.process import ProcessIdentity
 from aioarena._remote.mirror import ArrivingMessage, Mirror
 from aioarena._remote.stream import StreamParser
+from aioarena.exceptions import InternalError
 
 # Bytes of the stream that the sender may be ahead of what was taken from the socket: what libzmq may hold here. A guess:
 # the product of 100 Gbit/s and 5 ms.
@@ -52,6 +53,7 @@ class Feed:
         self._acked = 0, 0  # messages, and position
         self._parser: StreamParser[ArrivingMessage] | None = None
         self.received = 0
+        self._given = 0  # messages given out: the last of them may wait for room
         self.nbytes = 0
         self.welcomed = False
         self.down: float | None = time.monotonic()
@@ -80,10 +82,20 @@ class Feed:
         self._session = session
         self._sequence = self._position = 0
         self._acked = self.received, 0
+        # What was given out is here, even if it still waits for room: it is not to come again.
         me = ProcessIdentity.current()
         self.wire.join(
             RemoteJoin(
-                self.incarnation, VERSION, self._wanted, session, self.received, WINDOW_BYTES, me, sockets.gethostname(), ""
+                self.incarnation,
+                VERSION,
+                self._wanted,
+                session,
+                self.welcomed,
+                self._given,
+                WINDOW_BYTES,
+                me,
+                sockets.gethostname(),
+                "",
             )
         )
 
@@ -118,6 +130,8 @@ class Feed:
     def _welcome(self, welcome: Welcome) -> None:
         if welcome.session != self._session:
             return  # of a connection that is over
+        if welcome.number != self._given:
+            raise InternalError(f"the sender goes on with message {welcome.number} where {self._given} was due")
         self.rank = self._wanted = welcome.rank
         self.welcomed = True
         self._parser = StreamParser(welcome.number, self._mirror.allocate, self._mirror.small_limit)
@@ -135,7 +149,11 @@ class Feed:
             nbytes = len(part)
             self._position += nbytes
             self.nbytes += nbytes
-            yield from self._parser.feed(part.buffer)
+            for message in self._parser.feed(part.buffer):
+                self._given += 1
+                yield message
+                if data.session != self._session:
+                    return  # meanwhile that connection was cut, and another sends the rest again
         self._acknowledge_much()
 
     def done(self) -> None:

@@ -273,7 +273,8 @@ class Serving:
         self._look_timer: asyncio.TimerHandle | None = None
         self._frames: deque[tuple[int, int, Sequence[Any]]] = deque()  # (head behind it, number, parts)
         self._past: deque[_Past] = deque(maxlen=_PAST)
-        self._reported = 0
+        self._foreign_reported = 0
+        self._strangers_reported = 0
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -332,16 +333,30 @@ class Serving:
     def on_wire(self) -> None:
         for event in self.wire.drain():
             self._handle(event)
-        if self.wire.foreign > self._reported:
+        self._report()
+        self._changed_wire()
+
+    def _report(self) -> None:
+        """Say what came from nobody of ours, and again when it has doubled: who sends it is not to fill the log."""
+        wire = self.wire
+        if wire.foreign > 2 * self._foreign_reported:
+            self._foreign_reported = wire.foreign
             logger.warning(
                 "channel %r: ignored %d messages from remote readers that made no sense; are both ends of one version?",
                 self._name,
-                self.wire.foreign - self._reported,
+                wire.foreign,
             )
-            self._reported = self.wire.foreign
+        if wire.strangers > 2 * self._strangers_reported:
+            self._strangers_reported = wire.strangers
+            logger.warning(
+                "channel %r: refused %d connections whose keys are not those of its handle; does somebody use that of an "
+                "earlier channel?",
+                self._name,
+                wire.strangers,
+            )
 
     def _changed_wire(self) -> None:
-        # Sending may have eaten the edge of the descriptor.
+        # Sending may have eaten the edge of the descriptor, and one drain does not take all of a flood.
         if self.wire.readable():
             self._loop.call_soon(self.on_wire)
 
@@ -379,7 +394,7 @@ class Serving:
             return
         if join.version != VERSION:
             self._refuse(join, f"the sender speaks version {VERSION}, this reader {join.version}: install the same")
-        elif join.session > 1 or join.received:
+        elif join.returning or join.received:
             # Was given up, while it had no connection to be told so.
             self._tell_what_it_missed(join)
         elif join.rank == ANY_RANK:
@@ -453,6 +468,7 @@ class Serving:
             reason,
         )
         self.wire.give_up(join.incarnation, GivenUp(reason, number))
+        self._changed_wire()
 
     def _leave(self, leave: RemoteLeave) -> None:
         self._stop_timer(leave.incarnation)
@@ -491,6 +507,7 @@ class Serving:
         reason = "the sender gave it up, because it fell behind"
         link.give_up(GivenUp(reason, self._core.ring.published - link.ahead.first))
         self._retire(link, reason)
+        self._changed_wire()
 
     def _retire(self, link: Link, reason: str) -> None:
         """A reader without a seat: forget it, and free what it held once libzmq does not look at it any more."""
@@ -517,9 +534,16 @@ class Serving:
 
     def _admit_asking(self) -> None:
         for join in list(self._asking.values()):
-            if join.rank not in self._links or self._links[join.rank].member.cut is not None:
+            if join.rank == ANY_RANK:
+                free = [rank for rank in self._ranks if self._is_free(rank)]
+            else:
+                free = [join.rank] if self._is_free(join.rank) else []
+            if free:
                 self._stop_timer(join.incarnation)
-                self._contend_or_seat(join, join.rank if join.rank != ANY_RANK else self._ranks[0])
+                self._contend_or_seat(join, free[0])
+
+    def _is_free(self, rank: int) -> bool:
+        return rank not in self._links or self._links[rank].member.cut is not None
 
     def _stop_timer(self, incarnation: int) -> None:
         self._asking.pop(incarnation, None)

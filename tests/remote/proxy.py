@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Self
 
 from aioarena import Handle
@@ -16,6 +17,7 @@ class Proxy:
 
     Attributes:
         passed: Bytes that went down, from the sender.
+        meddle: Given each piece that comes and whether it goes down: what is passed on instead.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -29,6 +31,7 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.passed = 0
+        self.meddle: Callable[[bytes, bool], bytes] = lambda data, down: data
 
     @property
     def handle(self) -> Handle:
@@ -81,11 +84,11 @@ class Proxy:
         try:
             while data := await reader.read(1 << 16):
                 await self._open.wait()
-                writer.write(data)
+                writer.write(self.meddle(data, down))
                 await writer.drain()
                 if down:
                     self.passed += len(data)
-        except OSError:
+        except (OSError, RuntimeError):  # which uvloop raises for a connection that was cut
             pass
         finally:
             writer.close()
