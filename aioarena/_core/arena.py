@@ -373,7 +373,7 @@ class Arena:
         self._claimed -= 1
         self._published.append(span)
         if self._table is not None:
-            self._table.published(span.slot, number, (holder.rank for holder in span.holders))
+            self._table.published(span.slot, number, [holder.rank for holder in span.holders])
 
     def held_by(self, holder: Holder) -> list[Span]:
         """Spans that one reader has not released, in order of their slots. For diagnosis: looks at all of them.
@@ -399,7 +399,7 @@ class Arena:
             if span.number >= number and span.holders and holder in span.holders:
                 span.holders.remove(holder)
                 if self._table is not None:
-                    self._table.keep(span.slot, (left.rank for left in span.holders))
+                    self._table.keep(span.slot, [left.rank for left in span.holders])
         self.reap()
 
     def reap(self) -> None:

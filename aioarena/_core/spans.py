@@ -24,7 +24,7 @@ of the loan before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from aioarena._core.layout import SPANS_END, Layout
@@ -32,6 +32,7 @@ from aioarena._core.words import Words
 
 _NBYTES, _CLAIMED, _NUMBER, _LENT, _LENT_SINCE, _RANKS = range(1, 7)
 _RANKS_PER_WORD = 64
+_WORD = (1 << _RANKS_PER_WORD) - 1
 
 # How often an onlooker reads an entry that changes meanwhile, before it passes it by. A guess: a change takes the sender
 # microseconds, and the next one of the same slot a whole message.
@@ -50,14 +51,16 @@ class SpanTable:
 
     def __init__(self, words: Words, layout: Layout, order: Callable[[], None], clock: Callable[[], float]) -> None:
         self._words = words
-        self._layout = layout
         self._order = order
         self._clock = clock
+        self._first = layout.span(0)
+        self._stride = layout.span(1) - layout.span(0)
+        self._rank_words = range(layout.rank_words)
         self._end = 0
 
     def claimed(self, slot: int, generation: int, nbytes: int) -> None:
         """A span begins at a slot."""
-        words, entry = self._words, self._layout.span(slot)
+        words, entry = self._words, self._first + slot * self._stride
         # The generation's 0, before what an onlooker must not take for the old span's.
         self._order()
         words[entry + _NBYTES] = nbytes
@@ -66,46 +69,48 @@ class SpanTable:
         # All of it, before the generation that vouches for it.
         self._order()
         words[entry] = generation
-        self._reach(slot)
+        if slot >= self._end:
+            self._reach(slot)
 
-    def published(self, slot: int, number: int, ranks: Iterable[int]) -> None:
+    def published(self, slot: int, number: int, ranks: Sequence[int]) -> None:
         """That span went to readers, with message ``number``."""
         self.keep(slot, ranks)
         # The ranks, before the number that says that they are there.
         self._order()
-        self._words[self._layout.span(slot) + _NUMBER] = number + 1
+        self._words[self._first + slot * self._stride + _NUMBER] = number + 1
 
-    def keep(self, slot: int, ranks: Iterable[int]) -> None:
+    def keep(self, slot: int, ranks: Sequence[int]) -> None:
         """Of the readers that have not released that span only these can still hold it."""
-        masks = [0] * self._layout.rank_words
+        first = self._first + slot * self._stride + _RANKS
+        mask = 0
         for rank in ranks:
-            masks[rank // _RANKS_PER_WORD] |= 1 << rank % _RANKS_PER_WORD
-        first = self._layout.span(slot) + _RANKS
-        for index, mask in enumerate(masks):
-            self._words[first + index] = mask
+            mask |= 1 << rank
+        for index in self._rank_words:
+            self._words[first + index] = mask & _WORD
+            mask >>= _RANKS_PER_WORD
 
     def freed(self, slot: int) -> None:
         """That span is no more."""
-        self._words[self._layout.span(slot)] = 0
+        self._words[self._first + slot * self._stride] = 0
 
     def lent(self, slot: int, nbytes: int) -> None:
         """A loan begins at a slot."""
-        words, entry = self._words, self._layout.span(slot)
+        words, entry = self._words, self._first + slot * self._stride
         words[entry + _LENT_SINCE] = int(self._clock() * 1e9)
         self._order()
         words[entry + _LENT] = nbytes
-        self._reach(slot)
+        if slot >= self._end:
+            self._reach(slot)
 
     def returned(self, slot: int) -> None:
         """That loan is no more."""
-        self._words[self._layout.span(slot) + _LENT] = 0
+        self._words[self._first + slot * self._stride + _LENT] = 0
 
     def _reach(self, slot: int) -> None:
         # Onlookers read no further: a look at an entry nobody wrote would have the kernel find memory for it.
-        if slot >= self._end:
-            self._end = slot + 1
-            self._order()
-            self._words[SPANS_END] = self._end
+        self._end = slot + 1
+        self._order()
+        self._words[SPANS_END] = self._end
 
 
 class SpanEntry(NamedTuple):
