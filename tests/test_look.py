@@ -17,6 +17,7 @@ import pytest
 import aioarena
 from aioarena import Receiver, Sender, cli
 from aioarena._core.layout import MAGIC, VERSION, Layout
+from aioarena._core.sender import Membership
 from aioarena._look import commands, doctor
 from aioarena._look.channels import Channel, ChannelView, LookError, choose, find
 from aioarena._platform.memory import owned_name
@@ -66,6 +67,15 @@ async def test_readers_that_are_awaited_and_have_left(open_channel: OpenChannel)
         awaited, left = view_of(sender).readers
         assert (awaited.pid, awaited.seated, awaited.process) == (None, False, "awaited")
         assert (left.pid, left.seated, left.messages_behind) == (os.getpid(), False, 0)
+
+
+async def test_readers_on_other_hosts(open_channel: OpenChannel) -> None:
+    """They have a seat, and no process that could be looked at."""
+    async with Sender(1, arena=None) as sender:
+        sender._core.join(0, 77)
+        (remote,) = view_of(sender).readers
+        assert (remote.pid, remote.seated, remote.state) == (None, True, "on another host")
+        sender._core.unseat(0, Membership.LEFT)
 
 
 async def test_memory_of_the_arena(open_channel: OpenChannel) -> None:

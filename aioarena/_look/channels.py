@@ -95,7 +95,7 @@ class ReaderView:
 
     Attributes:
         rank: Its rank.
-        pid: The process that has or had it; None before the first.
+        pid: The process that has or had it; None before the first, and of one on another host.
         seated: Whether it takes part now.
         parked: Whether it sleeps until something is sent.
         pins: Whether it may have pinned the arena.
@@ -280,7 +280,8 @@ class Channel:
             bytes_behind=max(0, words[HEAD] - tail) if seated else 0,
             tail=tail,
             spans_held=sum(holder.rank == rank and not holder.earlier for span in spans for holder in span.holders),
-            process=describe_state(pid) if pid else "awaited",
+            # A remote reader sits there without a process of this host.
+            process=describe_state(pid) if pid else "on another host" if seated else "awaited",
         )
 
     def _spans(self, received: list[int]) -> Iterator[SpanView]:
