@@ -19,7 +19,7 @@ from aioarena import Receiver, Sender, cli
 from aioarena._core.layout import MAGIC, VERSION, Layout
 from aioarena._core.sender import Membership
 from aioarena._look import commands, doctor
-from aioarena._look.channels import Channel, ChannelView, LookError, choose, find
+from aioarena._look.channels import Channel, ChannelView, LookError, _descriptors, choose, find
 from aioarena._platform.memory import owned_name
 from aioarena._platform.process import ProcessIdentity
 from tests.conftest import ARENA, RING_BYTES, OpenChannel
@@ -124,7 +124,7 @@ async def test_looking_changes_nothing(open_channel: OpenChannel) -> None:
 @pytest.fixture
 def strange_memory() -> Iterator[Any]:
     """Makes memory that is named like a channel's, with words of the caller's."""
-    descriptors = []
+    descriptors: list[int] = []
 
     def make(*words: int, nbytes: int = 8192) -> int:
         fd = os.memfd_create("aioarena-strange-control")
@@ -133,9 +133,13 @@ def strange_memory() -> Iterator[Any]:
         os.pwrite(fd, b"".join(word.to_bytes(8, "little") for word in words), 0)
         return os.fstat(fd).st_ino
 
+    def close() -> None:
+        while descriptors:
+            os.close(descriptors.pop())
+
+    make.close = close  # type: ignore[attr-defined]
     yield make
-    for fd in descriptors:
-        os.close(fd)
+    close()
 
 
 @pytest.mark.parametrize(
@@ -157,6 +161,18 @@ def test_what_cannot_be_read_is_said(strange_memory: Any, words: tuple[int, ...]
 def test_a_channel_that_goes_while_it_is_looked_at() -> None:
     with pytest.raises(FileNotFoundError):
         Channel(Path("/proc/self/fd/99999"), "/memfd:aioarena-x-control")
+
+
+def test_who_looks_keeps_no_channel_alive(strange_memory: Any) -> None:
+    """Lookers have its memory open too, and are not taken for somebody who takes part."""
+    layout = Layout(readers=1, ring_bytes=4096, slots=0, slot_bytes=0)
+    words = memoryview(bytearray(layout.control_bytes)).cast("Q")
+    layout.format(words, bytes(16))
+    inode = strange_memory(*words, nbytes=layout.control_bytes)
+    (found,) = [one for one in find()[0] if one.inode == inode]
+    strange_memory.close()
+    assert any("strange" in target for _, target in _descriptors(os.getpid()))
+    assert inode not in [one.inode for one in find([found])[0]]
 
 
 async def test_ps_prints_it(open_channel: OpenChannel, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import mmap
 import os
 import pwd
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -353,6 +354,9 @@ def find(known: Iterable[Channel] = (), pid: int | None = None) -> tuple[list[Ch
             if _CONTROL.fullmatch(target) is None:
                 continue
             with contextlib.suppress(OSError):
+                # Who only looks, as we do, has it open for reading only, and takes no part.
+                if not path.lstat().st_mode & stat.S_IWUSR:
+                    continue
                 status = path.stat()
                 key = (status.st_dev, status.st_ino)
                 # Root sees those of others, and would trust what they have written.

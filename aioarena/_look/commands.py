@@ -10,7 +10,7 @@ import time
 from aioarena._look import doctor as surgery
 from aioarena._look.channels import choose, find
 from aioarena._look.inspection import as_text
-from aioarena._look.listing import Seen, as_document, as_table
+from aioarena._look.listing import Seen, as_document, as_table, show_count
 from aioarena._look.rates import Stalls, rates
 from aioarena._platform import memory
 
@@ -80,5 +80,5 @@ def clean(*, yes: bool) -> int:
         print("nothing of dead processes was found")
     elif not yes:
         sys.stdout.flush()
-        print(f"{len(found)} files of dead processes; `aioarena clean --yes` removes them", file=sys.stderr)
+        print(f"{show_count(len(found), 'file')} of dead processes; `aioarena clean --yes` removes them", file=sys.stderr)
     return 0

@@ -66,7 +66,9 @@ def level(part: float, whole: float, *, ascii_only: bool = False) -> str:
 
 
 def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
-    """A bar that is full at 1."""
-    full, empty = ("#", ".") if ascii_only else (_BLOCKS[-1], _BLOCKS[0])
-    cells = 0 if share <= 0 else max(1, min(width, round(share * width)))
-    return full * cells + empty * (width - cells)
+    """A bar that is full at 1; only nothing looks like nothing."""
+    full, empty, parts = ("#", ".", "-") if ascii_only else (_BLOCKS[-1], _BLOCKS[0], "▏▎▍▌▋▊▉")
+    cells = max(0.0, min(1.0, share)) * width
+    whole = int(cells)
+    part = parts[int((cells - whole) * len(parts))] if cells > whole else ""
+    return (full * whole + part).ljust(width, empty)

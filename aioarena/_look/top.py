@@ -151,8 +151,8 @@ class _Picture:
         sender = f"  pid {view.pid}, {view.state}  {show_count(view.messages, 'message')}"
         yield _line((view.shown_name, "bold"), (sender, ""))
         yield _line(
-            (f"  sends  {_per_second(rate.messages)}: {show_bytes(rate.ring)}/s by ring, ", ""),
-            (f"{show_bytes(rate.arena)}/s by arena, {show_bytes(rate.frames)}/s in frames", ""),
+            (f"  sends  {_number(rate.messages)} msg/s: {show_bytes(rate.ring)}/s ring, ", ""),
+            (f"{show_bytes(rate.arena)}/s arena, {show_bytes(rate.frames)}/s frames", ""),
         )
         behind = max((reader.bytes_behind for reader in view.readers), default=0) / view.ring_bytes
         yield self._map(
@@ -195,13 +195,9 @@ class _Picture:
 
 
 def _line(*parts: tuple[str, str]) -> Text:
-    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+    return Text.assemble(*parts, no_wrap=True, overflow="crop")
 
 
 def _number(value: float) -> str:
     """Three digits at least, no more than nine characters."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _per_second(messages: float) -> str:
-    return f"{_number(messages)} messages/s"
