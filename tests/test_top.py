@@ -389,15 +389,19 @@ class Screen:
         return termios.tcgetattr(self._mine)
 
     def read_until(self, condition: Any) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + 3 * PATIENCE  # each starts a process that imports torch
         while not condition(self.output):
             assert time.monotonic() < deadline, f"this never came; last: {self.output[-500:]!r}"
             if select.select([self._terminal], [], [], 0.1)[0]:
                 self.output += os.read(self._terminal, 65536)
 
     def wait_until_stopped(self) -> None:
-        status = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        assert status is not None and status.si_code == os.CLD_STOPPED
+        def stopped(_: bytes) -> bool:
+            # Without reaping, which is the business of Popen.
+            status = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            return status is not None and status.si_code == os.CLD_STOPPED
+
+        self.read_until(stopped)
 
     def end(self) -> int:
         """Wait for its end; the exit code."""

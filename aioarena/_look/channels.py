@@ -124,7 +124,8 @@ class ReaderView:
     def state(self) -> str:
         """In a few words, how it is."""
         if self.seated:
-            return f"{self.process}, parked" if self.parked else self.process
+            # What is parked for a remote reader is the sender's own part that feeds it.
+            return f"{self.process}, parked" if self.parked and self.pid is not None else self.process
         return "awaited" if self.pid is None else "has left"
 
 
