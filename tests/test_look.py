@@ -149,6 +149,8 @@ def strange_memory() -> Iterator[Any]:
         ((), 8192, "no channel, or one that is being made"),
         ((MAGIC, VERSION + 1), 8192, f"layout version {VERSION + 1}, this is {VERSION}"),
         ((MAGIC, VERSION, 0, 0, 4, 1 << 20, 0, 0), 8192, "its header does not fit its size"),
+        ((MAGIC, VERSION, 0, 0, 1, 0, 0, 0), 8192, "its header makes no sense"),
+        ((MAGIC, VERSION, 0, 0, 1, 64, 1, 0), 8192, "its header makes no sense"),
     ],
 )
 def test_what_cannot_be_read_is_said(strange_memory: Any, words: tuple[int, ...], nbytes: int, why: str) -> None:

@@ -216,6 +216,8 @@ class Channel:
         self._layout = Layout.read(words)
         if self._layout.control_bytes > status.st_size:
             raise ValueError("its header does not fit its size")
+        if not self._layout.ring_bytes or (self._layout.slots and not self._layout.slot_bytes):
+            raise ValueError("its header makes no sense")
         self._backing = "memfd" if target.startswith("/memfd:") else "shm"
 
     @property
