@@ -21,7 +21,7 @@ from aioarena._core.sender import Membership
 from aioarena._look import commands, doctor
 from aioarena._look.channels import Channel, ChannelView, LookError, _descriptors, choose, find
 from aioarena._platform.memory import owned_name
-from aioarena._platform.process import ProcessIdentity
+from aioarena._platform.process import ProcessIdentity, own_pid_namespace
 from tests.conftest import ARENA, RING_BYTES, OpenChannel
 from tests.fronts.support import filled, until
 from tests.gpu_seam.fake import FakeGpu
@@ -95,6 +95,33 @@ async def test_files_are_found_with_their_name_and_without(open_channel: OpenCha
             assert not os.path.exists(sender.handle.control.path)
             assert view_of(sender).backing == "shm"
             assert view_of(sender).arena_in_memory == 0
+
+
+async def test_processes_of_another_pid_namespace(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pids are somebody else's here, whatever the memory is."""
+    async with open_channel() as channel, Sender(1, arena=None, backing="shm") as sender:
+        here = own_pid_namespace()
+        monkeypatch.setattr("aioarena._look.channels.own_pid_namespace", lambda: here + 1)
+        assert view_of(channel.sender).process == "in another pid namespace"
+        assert view_of(channel.sender).readers[0].process == "in another pid namespace"
+        assert view_of(sender).process == "in another pid namespace"
+
+
+async def test_files_of_processes_that_cannot_be_seen(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As of containers that share /dev/shm. Files of our own namespace are somebody's whom /proc shows, or nobody's."""
+    async with Sender(1, name="elsewhere", arena=None, backing="shm") as sender:
+        monkeypatch.setattr("aioarena._look.channels._PROC", tmp_path)
+        inode = sender.handle.control.inode
+        assert inode not in [channel.inode for channel in find()[0]]
+        here = own_pid_namespace()
+        monkeypatch.setattr("aioarena._look.channels.own_pid_namespace", lambda: here + 1)
+        view = view_of(sender)
+        assert (view.name, view.pid, view.process) == ("elsewhere", os.getpid(), "in another pid namespace")
+        assert inode not in [channel.inode for channel in find(pid=os.getpid())[0]]
+        monkeypatch.setattr("aioarena._look.channels._INITIAL_NAMESPACE", here + 1)
+        assert inode not in [channel.inode for channel in find()[0]]
 
 
 @pytest.mark.parametrize("name", ["ä" * 100, "x" * 500, ""])

@@ -1,7 +1,8 @@
 """Which channels there are, and how they are doing, seen from outside.
 
-There is no registry: whoever takes part in a channel has its control segment open, and /proc shows it. The segment says the
-rest. It is mapped read-only, so looking disturbs nobody; what is read is a moment's, and not of one moment.
+There is no registry: whoever takes part in a channel has its control segment open, and /proc shows it; of processes that
+/proc does not show, /dev/shm has the files. The segment says the rest. It is mapped read-only, so looking disturbs nobody;
+what is read is a moment's, and not of one moment.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ from aioarena._core.layout import (
     Layout,
 )
 from aioarena._core.spans import LoanEntry, read_spans
-from aioarena._platform.process import describe_state
+from aioarena._platform.memory import SHM_DIRECTORY
+from aioarena._platform.process import describe_state, own_pid_namespace
 
 _PROC = Path("/proc")
 # What /proc calls the two kinds of control segments; a file's name goes once all readers are in.
 _CONTROL = re.compile(
-    r"(?:/memfd:aioarena-.*-control|.*/aioarena-\d+-\d+-\d+-[0-9a-f]+\.control)(?: \(deleted\))?",
+    r"(?:/memfd:aioarena-.*-control|.*/aioarena-(?P<ns>\d+)-\d+-\d+-[0-9a-f]+\.control)(?: \(deleted\))?",
     re.DOTALL,  # names may have line breaks
 )
 _HEADER_BYTES = 128
+# Of pids: PROC_PID_INIT_INO of linux/proc_ns.h. /proc of this one shows all processes there are.
+_INITIAL_NAMESPACE = 0xEFFFFFFC
 _NAME_BYTES = 48  # what a header keeps of a name
 
 
@@ -199,12 +203,17 @@ class ChannelView:
 class Channel:
     """A channel that was found; :meth:`view` looks at it again each time.
 
+    Args:
+        path: Where to open it.
+        target: What /proc calls it.
+        foreign: Whether its processes are of another pid namespace, so that their pids mean nothing here.
+
     Raises:
         ValueError: It is of another version of aioarena, or only being made; the message says so.
         OSError: It is gone, or it is another user's.
     """
 
-    def __init__(self, path: Path, target: str) -> None:
+    def __init__(self, path: Path, target: str, *, foreign: bool = False) -> None:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             self.key = (status.st_dev, status.st_ino)
@@ -218,6 +227,7 @@ class Channel:
             raise ValueError("its header does not fit its size")
         if not self._layout.ring_bytes or (self._layout.slots and not self._layout.slot_bytes):
             raise ValueError("its header makes no sense")
+        self.foreign = foreign
         self._backing = "memfd" if target.startswith("/memfd:") else "shm"
 
     @property
@@ -247,7 +257,7 @@ class Channel:
             name=self.name,
             identity=words[NONCE_WORD : NONCE_WORD + 2].tobytes().hex(),
             pid=self.pid,
-            process=describe_state(self.pid),
+            process=self._describe(self.pid),
             backing=self._backing,
             inode=self.inode,
             closed=words[CLOSED] == 1,
@@ -285,8 +295,11 @@ class Channel:
             tail=tail,
             spans_held=sum(holder.rank == rank and not holder.earlier for span in spans for holder in span.holders),
             # A remote reader sits there without a process of this host.
-            process=describe_state(pid) if pid else "on another host" if seated else "awaited",
+            process=self._describe(pid) if pid else "on another host" if seated else "awaited",
         )
+
+    def _describe(self, pid: int) -> str:
+        return "in another pid namespace" if self.foreign else describe_state(pid)
 
     def _spans(self, received: list[int]) -> Iterator[SpanView]:
         now = time.monotonic_ns()
@@ -352,24 +365,44 @@ def find(known: Iterable[Channel] = (), pid: int | None = None) -> tuple[list[Ch
     before = {channel.key: channel for channel in known}
     found: dict[tuple[int, int], Channel] = {}
     refused: dict[tuple[int, int], Unreadable] = {}
+    for each, path, target, foreign in _controls(pid):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            key = (status.st_dev, status.st_ino)
+            # Root sees those of others, and would trust what they have written.
+            if key in refused or status.st_uid != os.getuid():
+                continue
+            if key in found:
+                found[key].foreign &= foreign  # a reader in a container does not make the sender one of it
+                continue
+            try:
+                found[key] = before[key] if key in before else Channel(path, target, foreign=foreign)
+            except ValueError as error:
+                refused[key] = Unreadable(each, str(error))
+    return sorted(found.values(), key=lambda channel: (channel.name, channel.inode)), list(refused.values())
+
+
+def _controls(pid: int | None) -> Iterator[tuple[int, Path, str, bool]]:
+    """Control segments: (a process, where to open it, what it is called, whether pids in it mean nothing here)."""
+    namespace = own_pid_namespace()
     for each in sorted(int(entry) for entry in os.listdir(_PROC) if entry.isdigit()) if pid is None else [pid]:
         for path, target in _descriptors(each):
-            if _CONTROL.fullmatch(target) is None:
-                continue
+            match = _CONTROL.fullmatch(target)
             with contextlib.suppress(OSError):
                 # Who only looks, as we do, has it open for reading only, and takes no part.
-                if not path.lstat().st_mode & stat.S_IWUSR:
-                    continue
-                status = path.stat()
-                key = (status.st_dev, status.st_ino)
-                # Root sees those of others, and would trust what they have written.
-                if key in found or key in refused or status.st_uid != os.getuid():
-                    continue
-                try:
-                    found[key] = before[key] if key in before else Channel(path, target)
-                except ValueError as error:
-                    refused[key] = Unreadable(each, str(error))
-    return sorted(found.values(), key=lambda channel: (channel.name, channel.inode)), list(refused.values())
+                if match is not None and path.lstat().st_mode & stat.S_IWUSR:
+                    foreign = int(match["ns"] or namespace) != namespace or _namespace(each) != namespace
+                    yield each, path, target, foreign
+    # Processes that /proc does not show may share the directory. Other files that nobody has open are what the dead left.
+    if pid is None and namespace != _INITIAL_NAMESPACE:
+        for path in sorted(SHM_DIRECTORY.glob("aioarena-*.control")):
+            match = _CONTROL.fullmatch(str(path))
+            if match is not None and int(match["ns"]) != namespace:
+                yield int(path.name.split("-")[2]), path, str(path), True
+
+
+def _namespace(pid: int) -> int:
+    return (_PROC / str(pid) / "ns" / "pid").stat().st_ino
 
 
 def choose(which: str, known: Iterable[Channel] = ()) -> list[Channel]:
