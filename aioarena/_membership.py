@@ -325,7 +325,7 @@ class Members:
                 self._core.members[member.rank] = Membership.LOST
         if member in self._departed:
             self._departed.remove(member)
-        self._core.arena.reap()
+        self._core.arena.forget(member.holder, 0)
         self._changed()
         self._admit_contending()
 

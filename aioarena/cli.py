@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import aioarena
 from aioarena._bench import compare, copying, faults, memory, placement, small
@@ -15,22 +16,48 @@ from aioarena._bench._scenarios import SCENARIOS
 from aioarena._bench._text import Progress
 from aioarena._bench._workers import WorkerError, run
 from aioarena._demo import DemoOptions, demo
-from aioarena._look import commands as look
+from aioarena._look import arguments as looking
+from aioarena._look import completion
+from aioarena._look.channels import LookError
 from aioarena._picture import GRAIN, PictureError
 from aioarena.exceptions import ArenaError
 
-_EXAMPLES = """\
+_EPILOG = """\
 examples:
-  python -m aioarena demo                              a 4096 x 4096 picture to 4 worker processes, arena on and off
-  python -m aioarena demo --image cat.png --readers 2  a picture of yours to 2 workers
-  python -m aioarena demo --size 1024 --loop uvloop    a smaller one, on uvloop
-  python -m aioarena bench small                       messages per second, and what one costs
-  python -m aioarena bench compare --svg compare.svg   beside other ways of sending the same
-  python -m aioarena ps                                all channels of this user, their readers and who is behind
-  python -m aioarena doctor                            what this machine allows, and what to do where it does not
-  python -m aioarena clean                             what dead processes left; --yes removes it
-  python -m aioarena bench placement --json            where buffers should go, for programs to read
+  aioarena demo                     send a 4096 x 4096 picture to 4 worker processes, with the arena and without
+  aioarena bench small              messages per second, and what one costs
+  aioarena ps                       all channels of this user, their readers and who is behind
+  aioarena top                      the same, live
+  aioarena inspect engine           header, cursors and spans of the channel named engine
+  aioarena doctor                   what this machine allows, and what to do where it does not
+  aioarena clean                    what dead processes left; --yes removes it
+  aioarena COMMAND --help           more examples
+
+`python -m aioarena` is the same command.
+
+exit codes:
+  0    done
+  1    it failed: one line on stderr says why and what helps; or its output was not read to the end
+  2    wrong arguments
+  130  ended by Ctrl-C
+  143  ended by SIGTERM
 """
+
+
+class _Help(argparse.HelpFormatter):
+    """Wraps paragraphs, and leaves lists of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return "".join(indent + line for line in text.splitlines(keepends=True))
+        return super()._fill_text(text, width, indent)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser, and the class of those of its commands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **options})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
-    except (ArenaError, PictureError, WorkerError, compare.InvariantError) as error:
+    except (ArenaError, LookError, PictureError, WorkerError, compare.InvariantError) as error:
         print(f"aioarena: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -52,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read our output has seen enough. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"aioarena: error: {error}", file=sys.stderr)
         return 1
     return code
 
@@ -81,16 +111,9 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_ps(arguments: argparse.Namespace) -> int:
-    return look.ps(as_json=arguments.json)
-
-
-def _run_doctor(arguments: argparse.Namespace) -> int:
-    return look.doctor(as_json=arguments.json)
-
-
-def _run_clean(arguments: argparse.Namespace) -> int:
-    return look.clean(yes=arguments.yes)
+def _run_completion(arguments: argparse.Namespace) -> int:
+    print(completion.script(_parser(), arguments.shell))
+    return 0
 
 
 def _measure_small(arguments: argparse.Namespace, progress: Progress) -> Result:
@@ -152,17 +175,17 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="aioarena",
         description="An asyncio broadcast channel through shared memory: see it work, measure it, look at it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"aioarena {aioarena.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_benches(commands)
-    _add_looking(commands)
+    looking.add(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -172,6 +195,14 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="send a picture to worker processes, with the arena and without, and say what it took",
         description="Send a picture, preprocessed as for a vision-language model, to worker processes, with the arena and "
         "without it, and print what it took.",
+        epilog="""\
+examples:
+  aioarena demo                              a picture that is made here, to 4 workers, 6 times each way
+  aioarena demo --image cat.png --readers 2  a picture of yours, to 2 workers
+  aioarena demo --size 1024 --loop uvloop    a smaller one, on uvloop
+
+exit codes: 0; 1 if the picture cannot be read, a worker failed, or bytes did not arrive as they were sent.
+""",
     )
     parser.set_defaults(run=_run_demo)
     parser.add_argument(
@@ -199,7 +230,21 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_benches(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser("bench", help="measure", description="Measure this machine, and the library on it.")
+    bench = commands.add_parser(
+        "bench",
+        help="measure",
+        description="Measure this machine, and the library on it.",
+        epilog="""\
+examples:
+  aioarena bench small --readers 1 8              messages per second to one reader, and to eight
+  aioarena bench placement --json                 where buffers should go, for programs to read
+  aioarena bench memory --quick                   a short form that only shows that it works
+  aioarena bench compare --svg compare.svg        beside other ways of sending the same, drawn
+  aioarena bench compare --scenarios small --readers 2 --runs 3
+
+exit codes: 0; 1 if a worker failed, or a run broke a promise of the library.
+""",
+    )
     bench.set_defaults(run=_run_bench)
     benches = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
 
@@ -259,33 +304,22 @@ def _add_benches(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_output(parser)
 
 
-def _add_looking(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "ps",
-        help="all channels of this user: their readers, and how far behind they are",
-        description="List all channels of this user on this machine, found through /proc, with their readers. Only looks: "
-        "it takes no part and holds nobody up.",
-    )
-    parser.set_defaults(run=_run_ps)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+        "completion",
+        help="a script with which your shell completes this command (needs the extra cli)",
+        description="Print what a shell needs to complete commands and options.",
+        epilog="""\
+examples:
+  aioarena completion bash > ~/.local/share/bash-completion/completions/aioarena
+  aioarena completion zsh > ~/.zfunc/_aioarena     with ~/.zfunc in $fpath, before compinit
+  aioarena completion tcsh > ~/.aioarena.tcsh      and source it in ~/.tcshrc
 
-    parser = commands.add_parser(
-        "doctor",
-        help="what this machine allows, and the remedy where it does not",
-        description="Try out what channels need, and say what is missing or slower than it has to be. The exit code is 1 "
-        "where no channel can be made.",
+exit codes: 0; 1 without shtab.
+""",
     )
-    parser.set_defaults(run=_run_doctor)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-    parser = commands.add_parser(
-        "clean",
-        help="remove what dead processes left; only lists it without --yes",
-        description="List shared memory and sockets that dead processes of this user left behind. Senders remove them too "
-        "when they start.",
-    )
-    parser.set_defaults(run=_run_clean)
-    parser.add_argument("--yes", action="store_true", help="remove them")
+    parser.set_defaults(run=_run_completion)
+    parser.add_argument("shell", choices=completion.SHELLS, help="which shell")
 
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -444,11 +445,104 @@ def test_version() -> None:
     assert aioarena("--version").stdout == f"aioarena {__version__}\n"
 
 
-def test_help_has_examples() -> None:
-    done = aioarena("--help")
-    assert done.returncode == 0
-    assert "python -m aioarena demo --image" in done.stdout
-    assert "python -m aioarena bench compare" in done.stdout
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*command, "--help"])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def examples_in(text: str) -> list[list[str]]:
+    """Arguments of the commands that a text shows, without what is piped on and what is said beside them."""
+    lines = re.findall(r"^(?:  |\$ )aioarena ([^|>\n]*?)(?:   .*|  .*| [|>].*)?$", text, re.MULTILINE)
+    return [shlex.split(line) for line in lines if "COMMAND" not in line]
+
+
+COMMANDS = ["demo", "bench", "ps", "top", "inspect", "doctor", "clean", "completion"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_work_and_exit_codes(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    text = help_of(capsys, command)
+    examples = examples_in(text)
+    assert len(examples) >= 2
+    for example in examples:
+        assert example[0] == command
+        cli._parser().parse_args(example)
+    assert re.search(r"^exit codes?: 0", text, re.MULTILINE)
+
+
+def test_help_names_all_commands_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys)
+    (listed,) = [action.choices for action in cli._parser()._actions if action.choices]
+    assert {*COMMANDS} <= {*listed}  # type: ignore[misc]
+    assert {example[0] for example in examples_in(text)} >= {"demo", "bench", "ps", "top", "inspect", "doctor", "clean"}
+    for example in examples_in(text):
+        cli._parser().parse_args(example)
+    assert re.findall(r"^  (\d+) ", text[text.index("exit codes:") :], re.MULTILINE) == ["0", "1", "2", "130", "143"]
+
+
+def test_examples_in_the_documentation_work() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    examples = examples_in(text)
+    assert {example[0] for example in examples} >= {*COMMANDS} - {"demo", "bench"}
+    for example in examples:
+        cli._parser().parse_args(example)
+
+
+def test_what_the_system_refuses_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(**_: object) -> int:
+        raise PermissionError(13, "Permission denied", "/proc")
+
+    monkeypatch.setattr("aioarena._look.commands.ps", refused)
+    assert cli.main(["ps"]) == 1
+    assert capsys.readouterr().err == "aioarena: error: [Errno 13] Permission denied: '/proc'\n"
+
+
+# Completion -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["ins"], ["inspect"]),
+        (["bench", "pl"], ["placement"]),
+        (["top", "--o"], ["--once"]),
+        (["demo", "--loop", "uv"], ["uvloop"]),
+        (["demo", "--image", "README"], ["README.md"]),
+    ],
+)
+def test_bash_completes(capsys: pytest.CaptureFixture[str], words: list[str], completed: list[str]) -> None:
+    """Commands, options, choices, and files where a file is asked for."""
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    ask = "COMP_WORDS=(aioarena {}); COMP_CWORD={}; COMPREPLY=(); _shtab_aioarena; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(
+        ["bash", "-c", script + "\n" + ask.format(shlex.join(words), len(words))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=SOON,
+    )
+    assert done.stdout.split() == completed
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_have_scripts(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    assert cli.main(["completion", shell]) == 0
+    assert "inspect" in capsys.readouterr().out
+
+
+def test_without_shtab_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "pip install 'aioarena[cli]'" in captured.err
+    assert captured.err.count("\n") == 1
 
 
 def test_help_of_compare_names_what_there_is() -> None:
@@ -466,6 +560,11 @@ def test_help_of_compare_names_what_there_is() -> None:
         (["demo", "--size", "large"], "invalid number value: 'large'"),
         (["demo", "--loop", "trio"], "invalid choice: 'trio'"),
         (["bench"], "required: BENCH"),
+        (["inspect"], "required: PID|NAME"),
+        (["top", "--interval", "0"], "must be from 0.05 to 3600, not 0"),
+        (["ps", "--interval", "nan"], "must be from 0.05 to 3600, not nan"),
+        (["ps", "--interval", "often"], "invalid number value: 'often'"),
+        (["completion", "cmd.exe"], "invalid choice: 'cmd.exe'"),
         (["bench", "compare", "--readers", "0"], "must be at least 1, not 0"),
         (["bench", "compare", "--scenarios", "all"], "invalid choice: 'all'"),
         (["bench", "compare", "--alternatives", "pigeon"], "invalid choice: 'pigeon'"),

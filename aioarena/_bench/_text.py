@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TextIO
 
 import torch
@@ -44,15 +44,21 @@ def show_micros(seconds: float) -> str:
     return f"{micros:.2f}" if micros < 10 else f"{micros:.1f}" if micros < 100 else f"{micros:,.0f}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under a header: the first to the left, the others to the right. An empty row is a blank line."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> str:
+    """Columns under a header: the first and those in ``left`` to the left, the others to the right.
+
+    An empty row is a blank line.
+    """
     filled = [header, *[row for row in rows if row]]
     widths = [max(len(row[column]) for row in filled) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
         if not row:
             return ""
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells = [
+            cell.ljust(width) if name in left else cell.rjust(width)
+            for name, cell, width in zip(header, row, widths, strict=True)
+        ]
         return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()
 
     return "\n".join([line(header), "-" * len(line(header)), *map(line, rows)])

@@ -7,6 +7,7 @@ writable buffer: a ``bytearray`` in tests, a mapped segment in use.
     layout.py    where each word of the control segment lies, who writes it and who reads it
     words.py     loads, stores and fences of those words, and what order they keep
     ring.py      records of the byte ring; park and wake-up for both sides
+    spans.py     the table of spans that the sender leaves for onlookers
     arena.py     slots and spans; generations; who still holds what
     record.py    how one message is laid out: placements and the bytes between them
     sender.py    SenderCore: ring + arena + members, one message at a time

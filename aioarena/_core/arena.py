@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from aioarena._core.layout import Layout
+from aioarena._core.spans import SpanTable
 from aioarena._core.words import Words
 
 # Uses of one loan at the same time, if it has as many slots. A bound for the list of them; a guess far above need.
@@ -202,12 +203,19 @@ class Arena:
         layout: Its layout.
         order: See words.py.
         clock: Tells the time in seconds, for the age of spans.
+        table: Where onlookers find the spans, or None.
     """
 
     def __init__(
-        self, words: Words, layout: Layout, order: Callable[[], None], clock: Callable[[], float] = lambda: 0.0
+        self,
+        words: Words,
+        layout: Layout,
+        order: Callable[[], None],
+        clock: Callable[[], float] = lambda: 0.0,
+        table: SpanTable | None = None,
     ) -> None:
         self._words = words
+        self._table = table
         self._order = order
         self._clock = clock
         self._done = layout.done
@@ -268,6 +276,8 @@ class Arena:
             return None
         self._generation += 1
         self._claimed += 1
+        if self._table is not None:
+            self._table.claimed(slot, self._generation, nbytes)
         return Span(slot, count, nbytes, self._generation)
 
     def _take(self, count: int) -> int:
@@ -286,6 +296,8 @@ class Arena:
         self._give(span)
 
     def _give(self, span: Span) -> None:
+        if self._table is not None:
+            self._table.freed(span.slot)
         loan = span.loan
         if loan is None:
             self._allocator.give(span.slot, span.slots)
@@ -293,13 +305,22 @@ class Arena:
             loan.words.append(span.slot)
             loan.uses.remove(span)
             if loan.dropped and loan.idle:
-                self._allocator.give(loan.slot, loan.slots)
+                self._take_back(loan)
+
+    def _take_back(self, loan: Loan) -> None:
+        if self._table is not None:
+            self._table.returned(loan.slot)
+        self._allocator.give(loan.slot, loan.slots)
 
     def lend(self, nbytes: int) -> Loan | None:
         """Take slots for the sender's own code, or None if there are none free now. :attr:`drop` gives them back."""
         count = -(-nbytes // self.slot_bytes)
         slot = self._take(count)
-        return None if slot < 0 else Loan(slot, count, nbytes)
+        if slot < 0:
+            return None
+        if self._table is not None:
+            self._table.lent(slot, nbytes)
+        return Loan(slot, count, nbytes)
 
     def use(self, loan: Loan, nbytes: int) -> Span | None:
         """A span over lent slots, to be published like one that was claimed; None if too many are out already."""
@@ -310,6 +331,8 @@ class Arena:
         self._generation += 1
         self._claimed += 1
         span = Span(loan.words.pop(), 0, nbytes, self._generation, loan)
+        if self._table is not None:
+            self._table.claimed(span.slot, span.generation, nbytes)
         loan.uses.append(span)
         return span
 
@@ -349,6 +372,8 @@ class Arena:
         span.since = self._clock()
         self._claimed -= 1
         self._published.append(span)
+        if self._table is not None:
+            self._table.published(span.slot, number, [holder.rank for holder in span.holders])
 
     def held_by(self, holder: Holder) -> list[Span]:
         """Spans that one reader has not released, in order of their slots. For diagnosis: looks at all of them.
@@ -373,6 +398,8 @@ class Arena:
         for span in self._published:
             if span.number >= number and span.holders and holder in span.holders:
                 span.holders.remove(holder)
+                if self._table is not None:
+                    self._table.keep(span.slot, [left.rank for left in span.holders])
         self.reap()
 
     def reap(self) -> None:
@@ -399,7 +426,7 @@ class Arena:
             loan = self._loans.popleft()
             loan.dropped = True
             if loan.idle:
-                self._allocator.give(loan.slot, loan.slots)
+                self._take_back(loan)
         if freed:
             # The done words, before the bytes whose overwriting they allow.
             self._order()

@@ -14,9 +14,11 @@ index                   written    read        field
 10 .. 15                sender     onlookers   name of the channel, UTF-8, cut off and padded with zeros
 16 (own line)           sender     readers     head: byte cursor of the ring, only grows
 17 (head's line)        sender     readers     messages published
+18, 19 (head's line)    sender     onlookers   bytes that went through the arena, and as frames
 24 (own line)           sender     readers     sender parked: the tail it waits for, 0 when awake
 32 (own line)           sender     readers     closed: 1 once the sender closed in good order
 33                      sender     readers     trimming: 1 while memory is given back, when no reader may begin to pin
+34                      sender     onlookers   entries of the span table that were ever used: none lies behind them
 40 + 16 r               sender     reader r    seat: incarnation that owns rank r, 0 when vacant
 41 + 16 r               sender     reader r    head at the moment the seat was given
 42 + 16 r               sender     reader r    messages published at that moment
@@ -26,6 +28,7 @@ index                   written    read        field
 50 + 16 r               reader r*  sender      pins: 1 once the reader may have pinned the arena
 parked + r              reader r   sender      number of this park of reader r, 0 when awake
 done + slot n + r       reader r   sender      last generation of that slot that reader r released
+spans + slot k ..       sender     onlookers   span table: k words for each slot, see spans.py
 ======================  =========  ==========  ===============================================================
 
 (*) While the seat is vacant the sender owns the line: it sets the tail before it gives the seat away.
@@ -39,7 +42,7 @@ from dataclasses import dataclass
 
 MAGIC = int.from_bytes(b"AIOARENA", "little")
 # Raised whenever this file, record.py or the messages of _platform/wire.py change meaning.
-VERSION = 3
+VERSION = 4
 
 MAGIC_WORD = 0
 VERSION_WORD = 1
@@ -53,11 +56,16 @@ ARENA_INODE = 9
 _NAME = slice(10, 16)
 HEAD = 16
 PUBLISHED = 17
+ARENA_SENT = 18
+FRAMES_SENT = 19
 SENDER_PARKED = 24
 CLOSED = 32
 TRIMMING = 33
+SPANS_END = 34
 _SEATS = 40
 _SEAT_STRIDE = 16  # two 64-byte cache lines: one that the sender writes, one that the reader writes
+
+_SPAN_WORDS = 6  # of an entry of the span table, before its set of ranks
 
 _PAGE = 4096  # only alignment of the ring's start; works with larger pages too
 
@@ -108,9 +116,22 @@ class Layout:
         return (self.parked + self.readers + 7) // 8 * 8
 
     @property
+    def rank_words(self) -> int:
+        """Words of a set of ranks."""
+        return (self.readers + 63) // 64
+
+    @property
+    def spans(self) -> int:
+        return (self.done + self.slots * self.readers + 7) // 8 * 8
+
+    def span(self, slot: int) -> int:
+        """First word of a slot's entry in the span table."""
+        return self.spans + slot * (_SPAN_WORDS + self.rank_words)
+
+    @property
     def ring_offset(self) -> int:
         """First byte of the ring."""
-        words = self.done + self.slots * self.readers
+        words = self.span(self.slots)
         return (words * 8 + _PAGE - 1) // _PAGE * _PAGE
 
     @property

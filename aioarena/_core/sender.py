@@ -20,7 +20,7 @@ from enum import Enum
 
 from aioarena._core import words as shared
 from aioarena._core.arena import Arena, Holder, Loan, Span, snapshot
-from aioarena._core.layout import TRIMMING, Layout
+from aioarena._core.layout import ARENA_SENT, FRAMES_SENT, TRIMMING, Layout
 from aioarena._core.record import (
     ARENA,
     FRAME,
@@ -32,6 +32,7 @@ from aioarena._core.record import (
     table_bytes,
 )
 from aioarena._core.ring import PACKED, SMALL, TABLE, RingWriter
+from aioarena._core.spans import SpanTable
 
 # Largest body that goes into the ring as it is, as a share of the ring: a record has to be contiguous, so half the ring
 # may be lost to a pad, and several messages should fit.
@@ -122,7 +123,7 @@ class SenderCore:
         self._order = order
         self._fence = fence
         self.ring = RingWriter(words, control[layout.ring_offset :], layout, order, fence)
-        self.arena = Arena(words, layout, order, clock)
+        self.arena = Arena(words, layout, order, clock, SpanTable(words, layout, order, clock))
         self.min_bytes = min_bytes
         self._max_body = layout.ring_bytes // _BODY_SHARE
         # The largest pickled message that takes the one-call path.
@@ -319,12 +320,15 @@ class SenderCore:
             self.arena_nbytes += span.nbytes
             if span.loan is not None:
                 self.lent_nbytes += span.nbytes
-        message.spans.clear()
+        if message.spans:
+            self._words[ARENA_SENT] = self.arena_nbytes
+            message.spans.clear()
         if not self.ring.append_parts(message.kind, message.record_nbytes, parts):
             raise AssertionError("publish without room: shortage() was not asked")
         self.inline_nbytes += message.record_nbytes
         if message.frame_nbytes:
             self.framed_nbytes += message.frame_nbytes
+            self._words[FRAMES_SENT] = self.framed_nbytes
             self.frame_nbytes += message.frame_nbytes
             self._frames.append((self.ring.head, message.frame_nbytes))
         for reason in message.fallbacks:

@@ -1,4 +1,4 @@
-"""The commands that look: ``ps``, ``doctor`` and ``clean``."""
+"""The commands that look: ``ps``, ``inspect``, ``doctor`` and ``clean``. ``top`` has a module of its own."""
 
 from __future__ import annotations
 
@@ -7,67 +7,48 @@ import json
 import sys
 import time
 
-from aioarena._bench._text import show_size, table
 from aioarena._look import doctor as surgery
-from aioarena._look.channels import ChannelView, ReaderView, Unreadable, find
+from aioarena._look.channels import choose, find
+from aioarena._look.inspection import as_text
+from aioarena._look.listing import Seen, as_document, as_table, show_count
+from aioarena._look.rates import Stalls, rates
 from aioarena._platform import memory
 
-# Seconds between the two looks that rates are taken from. A guess: long enough for a rate, short enough to wait for.
-_INTERVAL = 0.25
 
+def ps(*, as_json: bool, interval: float) -> int:
+    """Print all channels of this user. Returns 0.
 
-def ps(*, as_json: bool) -> int:
-    """Print all channels of this user. Returns 0."""
+    Args:
+        as_json: For programs.
+        interval: Seconds between the two looks that rates are taken from.
+    """
     channels, refused = find()
-    before = [(channel.view().messages, time.monotonic()) for channel in channels]
-    if channels:
-        time.sleep(_INTERVAL)
-    seen = []
-    for channel, (messages, since) in zip(channels, before, strict=True):
+    before = []
+    for channel in channels:
+        now, stalls = time.monotonic(), Stalls()
         view = channel.view()
-        seen.append((view, (view.messages - messages) / (time.monotonic() - since)))
-    print(_ps_json(seen, refused) if as_json else _ps_text(seen, refused))
+        stalls.look(view, now)
+        before.append((view, now, stalls))
+    if channels:
+        time.sleep(interval)
+    seen = []
+    for channel, (earlier, since, stalls) in zip(channels, before, strict=True):
+        now = time.monotonic()
+        view = channel.view()
+        seen.append(Seen(view, rates(earlier, view, now - since), stalls.look(view, now)))
+    print(json.dumps(as_document(seen, refused), indent=2) if as_json else as_table(seen, refused))
     return 0
 
 
-def _ps_json(seen: list[tuple[ChannelView, float]], refused: list[Unreadable]) -> str:
-    channels = [{**dataclasses.asdict(view), "messages_per_second": round(rate, 1)} for view, rate in seen]
-    return json.dumps({"channels": channels, "unreadable": [dataclasses.asdict(one) for one in refused]}, indent=2)
+def inspect(which: str, *, as_json: bool) -> int:
+    """Print all there is to see of one channel, or of all of a process or a name. Returns 0.
 
-
-def _ps_text(seen: list[tuple[ChannelView, float]], refused: list[Unreadable]) -> str:
-    parts = []
-    if seen:
-        rows: list[list[str]] = []
-        for view, rate in seen:
-            rows += [[], *_ps_rows(view, rate)] if rows else _ps_rows(view, rate)
-        parts.append(table(["channel", "pid", "state", "messages", "a second", "behind", "arena"], rows))
-    elif not refused:
-        parts.append("no channels of this user")
-    parts += [f"process {one.pid} has a channel that cannot be read: {one.why}" for one in refused]
-    return "\n".join(parts)
-
-
-def _ps_rows(view: ChannelView, rate: float) -> list[list[str]]:
-    behind = max((reader.messages_behind for reader in view.readers), default=0)
-    state = "closed" if view.closed else f"{view.process}, waits for readers" if view.waiting else view.process
-    if not view.arena_bytes:
-        arena = "off"
-    elif view.arena_in_memory is None:
-        arena = f"of {show_size(view.arena_bytes)}"
-    else:
-        arena = f"{view.arena_in_memory / 2**20:.1f} MiB of {show_size(view.arena_bytes)}"
-    sender = [view.name, str(view.pid), state, f"{view.messages:,}", f"{rate:,.0f}", f"{behind:,}", arena]
-    return [sender, *map(_ps_reader, view.readers)]
-
-
-def _ps_reader(reader: ReaderView) -> list[str]:
-    if reader.seated:
-        state = f"{reader.process}, parked" if reader.parked else reader.process
-    else:
-        state = "awaited" if reader.pid is None else "has left"
-    pid = "-" if reader.pid is None else str(reader.pid)
-    return [f"  reader {reader.rank}", pid, state, f"{reader.messages:,}", "", f"{reader.messages_behind:,}", ""]
+    Raises:
+        LookError: There is none.
+    """
+    views = [channel.view() for channel in choose(which)]
+    print(json.dumps([dataclasses.asdict(view) for view in views], indent=2) if as_json else as_text(views))
+    return 0
 
 
 def doctor(*, as_json: bool) -> int:
@@ -85,13 +66,19 @@ def doctor(*, as_json: bool) -> int:
 
 
 def clean(*, yes: bool) -> int:
-    """Remove, or only list, what dead processes of this user left. Returns 0."""
+    """Remove, or only list, what dead processes of this user left. Returns 1 if some of it could not be removed."""
     found = [directory / name for directory in surgery.directories() for name in memory.sweep(directory, dry=not yes)]
     for path in found:
         print(f"removed {path}" if yes else path)
+    kept = [directory / name for directory in surgery.directories() for name in memory.sweep(directory, dry=True)]
+    if yes and kept:
+        sys.stdout.flush()
+        for path in kept:
+            print(f"aioarena: could not remove {path}", file=sys.stderr)
+        return 1
     if not found:
         print("nothing of dead processes was found")
     elif not yes:
         sys.stdout.flush()
-        print(f"{len(found)} files of dead processes; `aioarena clean --yes` removes them", file=sys.stderr)
+        print(f"{show_count(len(found), 'file')} of dead processes; `aioarena clean --yes` removes them", file=sys.stderr)
     return 0

@@ -29,6 +29,11 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 _CHANNEL_BYTES = DEFAULT_RING_BYTES + ArenaConfig().capacity
 _DESCRIPTORS = 256
 
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+# Pinned for a trial: more than the 64 KiB that old systems allow a user to lock. A guess.
+_PINNED_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -38,7 +43,7 @@ class Finding:
         what: What was looked at.
         grade: ``ok``, ``warn`` (it works, but not for everything, or more slowly) or ``fail`` (no channel can be made).
         found: What was found.
-        remedy: What to do about it; empty if there is nothing to do.
+        remedy: What to do about it, or what could be had besides; empty if there is nothing to do.
     """
 
     what: str
@@ -130,7 +135,9 @@ def _fence() -> Finding:
 def _free_memory() -> Finding:
     lefts = {"machine": memory.available_memory(), "cgroup": memory.cgroup_headroom()}
     known = {where: left for where, left in lefts.items() if left is not None}
-    found = ", ".join(f"{_size(left)} in the {where}" for where, left in known.items()) or "unknown"
+    found = ", ".join(f"{_size(left)} left in the {where}" for where, left in known.items()) or "unknown"
+    if "cgroup" not in known:
+        found += ", no limit by a cgroup"
     if known and min(known.values()) < _CHANNEL_BYTES:
         return Finding(
             "memory",
@@ -171,13 +178,15 @@ def _locked_memory() -> Finding:
 
 
 def _huge_pages() -> Finding:
-    path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    if not path.exists():
+    if not _SHMEM_ENABLED.exists():
         return Finding("huge pages", OK, "not for shared memory in this kernel")
-    chosen = path.read_text().partition("[")[2].partition("]")[0]
+    chosen = _SHMEM_ENABLED.read_text().partition("[")[2].partition("]")[0]
     if chosen in ("never", "deny"):
         return Finding(
-            "huge pages", OK, f"shmem_enabled is {chosen}: fresh pages cost more; `within_size` there, or prefault="
+            "huge pages",
+            OK,
+            f"shmem_enabled is {chosen}: fresh pages cost more",
+            f"for less, as root: echo within_size > {_SHMEM_ENABLED}; or ArenaConfig(prefault=...)",
         )
     return Finding("huge pages", OK, f"shmem_enabled is {chosen}")
 
@@ -202,6 +211,28 @@ def _gpu() -> Finding:
         why = "a torch without CUDA" if torch.version.cuda is None else "no device"
         return Finding("CUDA", OK, f"torch {torch.__version__}, {why}: nothing is pinned, all works")
     return Finding("CUDA", OK, f"torch {torch.__version__}, {', '.join(names)}: readers pin the arena once they use it")
+
+
+def _pinning() -> Finding:
+    if not accelerator.devices():
+        return Finding("pinning", OK, "no device, nothing to pin for")
+    runtime = accelerator.current()
+    device = runtime.current_device()
+    segment = memory.Segment.memfd("aioarena-doctor", _PINNED_BYTES)
+    try:
+        problem = runtime.register(segment.mapping.address, _PINNED_BYTES, device)
+        if problem is None:
+            runtime.unregister(segment.mapping.address, device)
+    finally:
+        segment.close()
+    if problem is not None:
+        return Finding(
+            "pinning",
+            WARN,
+            f"shared memory cannot be pinned: {problem}",
+            "copies to the GPU are staged, and slower; raise ulimit -l (docker --ulimit memlock=-1)",
+        )
+    return Finding("pinning", OK, f"{_size(_PINNED_BYTES)} of shared memory pinned and let go")
 
 
 def _numa() -> Finding:
@@ -253,6 +284,7 @@ _CHECKS: list[Callable[[], Finding]] = [
     _sockets,
     _loops,
     _gpu,
+    _pinning,
     _numa,
     _left_behind,
 ]

@@ -528,7 +528,7 @@ class Serving:
         for link in [link for link in self._leaving if not link.sending]:
             self._leaving.remove(link)
             link.member.holder.dead = True
-            self._core.arena.reap()
+            self._core.arena.forget(link.member.holder, 0)
         if self._leaving:
             self._look_timer = self._loop.call_later(_LOOK, self._free)
 

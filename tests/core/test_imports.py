@@ -13,7 +13,7 @@ import aioarena._core
 CORE = Path(aioarena._core.__file__).parent
 MODULES = sorted(CORE.glob("*.py"))
 # As aioarena/_core/__init__.py lists them; each may import those before it.
-DOWNWARDS = ["layout", "words", "ring", "arena", "record", "sender", "receiver", "ahead"]
+DOWNWARDS = ["layout", "words", "ring", "spans", "arena", "record", "sender", "receiver", "ahead"]
 
 # Parts of the standard library that wait, start something, or tell the time.
 REFUSED = {

@@ -17,6 +17,7 @@ from aioarena._core.layout import Layout
 from aioarena._core.receiver import Fate, ReceiverCore
 from aioarena._core.ring import RingReader, RingWriter
 from aioarena._core.sender import Membership, SenderCore
+from aioarena._core.spans import SpanTable, read_span
 from aioarena.exceptions import EvictedError
 
 from .explorer import Cpu, Exploration, Memory, Outcome, Program, Token, Violation, explore, names_of
@@ -542,3 +543,65 @@ def test_reader_would_sleep_through_the_end_without_a_fence(memory: Memory) -> N
     """Closing needs its fence: else the wake-up may come before the end can be seen, and no other follows."""
     with pytest.raises(Violation, match="reader waits for ever in sleep"):
         Closing(writer=without("_fence", RingWriter, "close")).explore(memory)
+
+
+# The table of spans, for onlookers --------------------------------------------------------------------------------------
+
+
+class Table:
+    """A sender that claims, publishes and frees one slot again and again, and an onlooker that reads its entry."""
+
+    layout = Layout(readers=2, ring_bytes=64, slots=1, slot_bytes=8)
+
+    def __init__(self, *, table: type[SpanTable] = SpanTable, onlooker_orders: bool = True) -> None:
+        self.table = table
+        self.onlooker_orders = onlooker_orders
+        self.seen: set[tuple[int, int | None]] = set()
+
+    def send(self, cpu: Cpu) -> None:
+        times = iter((100, 200))
+        table = self.table(cpu.words, self.layout, cpu.order, lambda: next(times))
+        with cpu.setup():
+            table.claimed(0, 1, 10)
+        table.published(0, 1, [0])
+        table.freed(0)
+        table.claimed(0, 2, 20)
+        table.published(0, 2, [1])
+
+    def look(self, cpu: Cpu) -> Any:
+        return read_span(cpu.words, self.layout, 0, cpu.order if self.onlooker_orders else no_op)
+
+    def check(self, outcome: Outcome) -> None:
+        entry = outcome.returned["onlooker"]
+        if entry is None:
+            return
+        number = entry.generation
+        self.seen.add((number, entry.number))
+        assert (entry.nbytes, entry.claimed) == (10 * number, 100 * number), f"a torn entry: {entry}"
+        assert (entry.number, entry.ranks) in ((None, ()), (number, (number - 1,))), f"a torn entry: {entry}"
+
+    def explore(self, memory: Memory) -> Exploration:
+        return explored({"sender": self.send, "onlooker": self.look}, memory, self.layout, check=self.check)
+
+
+@BOTH
+def test_onlooker_sees_whole_entries(memory: Memory) -> None:
+    """Whenever an onlooker looks at the entry of a slot that is used again: what it takes is of one span."""
+    table = Table()
+    table.explore(memory)
+    assert table.seen == {(1, None), (1, 1), (2, None), (2, 2)}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"table": without("_order", SpanTable, "claimed")},
+        {"table": without("_order", SpanTable, "published")},
+        {"onlooker_orders": False},
+    ],
+    ids=["entry before generation", "ranks before number", "generation before entry"],
+)
+def test_onlooker_would_see_torn_entries_without(parts: dict[str, Any]) -> None:
+    """Each order is needed where memory is weak."""
+    with pytest.raises(Violation, match="a torn entry"):
+        Table(**parts).explore(Memory.WEAK)

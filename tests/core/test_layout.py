@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from aioarena._core import layout as module
-from aioarena._core.layout import CLOSED, HEAD, MAGIC, MAGIC_WORD, PUBLISHED, SENDER_PARKED, Layout
+from aioarena._core.layout import (
+    ARENA_SENT,
+    CLOSED,
+    FRAMES_SENT,
+    HEAD,
+    MAGIC,
+    MAGIC_WORD,
+    PUBLISHED,
+    SENDER_PARKED,
+    SPANS_END,
+    Layout,
+)
 
 from .support import NONCE, Recording, make_control
 
@@ -24,7 +35,8 @@ SIZES = pytest.mark.parametrize(
 def sender_words(layout: Layout) -> set[int]:
     """Words that only the sender writes while readers read."""
     seats = [place(rank) for rank in range(layout.readers) for place in (layout.seat, layout.seat_head, layout.seat_number)]
-    return {*range(module.SLOT_BYTES_WORD + 1), HEAD, PUBLISHED, SENDER_PARKED, CLOSED, *seats}
+    with_head = (HEAD, PUBLISHED, ARENA_SENT, FRAMES_SENT)
+    return {*range(module.SLOT_BYTES_WORD + 1), *with_head, SENDER_PARKED, CLOSED, module.TRIMMING, SPANS_END, *seats}
 
 
 def reader_words(layout: Layout, rank: int) -> set[int]:
@@ -36,15 +48,22 @@ def done_words(layout: Layout, rank: int) -> set[int]:
     return {layout.done + slot * layout.readers + rank for slot in range(layout.slots)}
 
 
+def span_words(layout: Layout) -> set[int]:
+    """The span table, which nobody but onlookers reads."""
+    entry = layout.span(1) - layout.span(0)
+    assert entry == 6 + layout.rank_words
+    return {layout.span(slot) + word for slot in range(layout.slots) for word in range(entry)}
+
+
 @SIZES
 def test_no_two_fields_share_a_word(layout: Layout) -> None:
     """Every word has one meaning and one writer, and all lie before the ring."""
-    fields = [sender_words(layout)]
+    fields = [sender_words(layout), span_words(layout)]
     for rank in range(layout.readers):
         fields += [reader_words(layout, rank), done_words(layout, rank)]
     every = set().union(*fields)
     assert len(every) == sum(len(words) for words in fields)
-    assert len(sender_words(layout)) == 8 + 4 + 3 * layout.readers
+    assert len(sender_words(layout)) == 8 + 4 + 4 + 3 * layout.readers
     assert max(every) < layout.ring_offset // 8
 
 
@@ -60,8 +79,11 @@ def test_words_written_on_every_message_have_lines_of_their_own(layout: Layout) 
         lines.setdefault((layout.parked + rank) // LINE, set()).add("parked")
         for word in done_words(layout, rank):
             lines.setdefault(word // LINE, set()).add("done")
+    for word in span_words(layout):
+        lines.setdefault(word // LINE, set()).add("spans")
     assert all(len(writers) == 1 for writers in lines.values())
-    assert not {word // LINE for word in sender_words(layout) - {HEAD, PUBLISHED}} & {HEAD // LINE}
+    with_head = {HEAD, PUBLISHED, ARENA_SENT, FRAMES_SENT}  # the last two change only where the first two do
+    assert not {word // LINE for word in sender_words(layout) - with_head} & {HEAD // LINE}
 
 
 def test_parked_words_lie_together() -> None:
@@ -74,7 +96,7 @@ def test_parked_words_lie_together() -> None:
 def test_ring_follows_on_a_page_of_its_own(layout: Layout) -> None:
     """The ring starts at the next page boundary and ends with the segment."""
     assert layout.ring_offset % 4096 == 0
-    last = max(sender_words(layout) | reader_words(layout, layout.readers - 1) | done_words(layout, layout.readers - 1))
+    last = max(sender_words(layout) | reader_words(layout, layout.readers - 1) | span_words(layout))
     assert 0 <= layout.ring_offset - 8 * (last + 1) < 4096
     assert layout.control_bytes == layout.ring_offset + layout.ring_bytes
 
@@ -84,16 +106,18 @@ def test_arena_is_all_slots() -> None:
     assert Layout(readers=1, ring_bytes=64, slots=3, slot_bytes=100).arena_bytes == 300
 
 
-def test_words_lie_where_version_3_has_them() -> None:
+def test_words_lie_where_version_4_has_them() -> None:
     """Processes of two builds of one layout version find each other's words: moving one needs a new version."""
     layout = Layout(readers=2, ring_bytes=64, slots=3, slot_bytes=8)
-    assert module.VERSION == 3
+    assert module.VERSION == 4
     assert int.from_bytes(b"AIOARENA", "little") == MAGIC
-    assert (HEAD, PUBLISHED, SENDER_PARKED, CLOSED) == (16, 17, 24, 32)
+    assert (HEAD, PUBLISHED, ARENA_SENT, FRAMES_SENT, SENDER_PARKED, CLOSED) == (16, 17, 18, 19, 24, 32)
+    assert (module.TRIMMING, SPANS_END) == (33, 34)
     places = (layout.seat, layout.seat_head, layout.seat_number, layout.seat_pid, layout.tail, layout.received)
     assert [place(0) for place in places] == [40, 41, 42, 43, 48, 49]
     assert [place(1) for place in places] == [56, 57, 58, 59, 64, 65]
     assert (layout.parked, layout.done, layout.ring_offset) == (72, 80, 4096)
+    assert [layout.span(slot) for slot in range(3)] == [88, 95, 102]
 
 
 def test_a_formatted_header_is_recognized() -> None:

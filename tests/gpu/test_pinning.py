@@ -241,3 +241,18 @@ asyncio.run(main())
 """)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() in ("yes", "failed")
+
+
+def test_the_doctor_pins_and_lets_go() -> None:
+    """In a process without a context so far, as the command has it."""
+    result = run_script("""
+from aioarena._look import doctor
+finding = doctor._pinning()
+assert finding.grade == "ok", finding
+import torch
+ones = torch.ones(512, 512, device="cuda")
+assert (ones @ ones).sum().item() == 512 ** 3
+print(finding.found)
+""")
+    assert result.returncode == 0, result.stderr
+    assert "pinned and let go" in result.stdout
