@@ -111,7 +111,7 @@ class Assembler:
         """Whether :meth:`private_copies` has something to do."""
         return self._private and bool(self._large_spans(taken))
 
-    def _large_spans(self, taken: IncomingMessage) -> list[tuple[int, Placement]]:
+    def _large_spans(self, taken: IncomingMessage, above: int = ON_LOOP_BYTES) -> list[tuple[int, Placement]]:
         """Spans of a complete message that are too large to copy on the loop, by buffer index; -1 is the pack."""
         placements = dict(enumerate(taken.placements))
         if taken.packed:
@@ -121,7 +121,7 @@ class Assembler:
             else:
                 body = (self._wire.frames(taken.frame_number) or [])[0].buffer
             placements = {-1: pack, **dict(enumerate(decode_table(body)[0]))}
-        return [(i, place) for i, place in placements.items() if place.where == ARENA and place.nbytes > ON_LOOP_BYTES]
+        return [(i, place) for i, place in placements.items() if place.where == ARENA and place.nbytes > above]
 
     async def private_copies(self, taken: IncomingMessage) -> dict[int, memoryview]:
         """Private copies of the large spans, made in threads. Cancelling leaves the message where it is."""

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from aioarena import _registry
+from aioarena._debug import Birth, Debugging
 from aioarena.exceptions import ArenaError, ClosedError, WrongContextError
 
 # Operations that may succeed in a row without suspending before others on the loop get a turn: about 0.3 ms of small
@@ -46,6 +47,8 @@ class Endpoint(ABC):
     _what = "endpoint"
 
     def __init__(self, name: str) -> None:
+        self._debug = Debugging.of_environment()
+        self._birth: Birth | None = None  # from the start on, when debugging
         self._name = name
         self._state = State.NEW
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,7 +73,7 @@ class Endpoint(ABC):
     def _forked(self) -> ArenaError:
         return WrongContextError(
             f"{self._label} was started by the parent of this forked process and cannot be used here; its handle can: "
-            "attach a new Receiver with it"
+            "attach a new Receiver with it" + self._where_born()
         )
 
     @property
@@ -86,6 +89,8 @@ class Endpoint(ABC):
         self._loop = asyncio.get_running_loop()
         self._state = State.STARTING
         _registry.started(self)
+        if self._debug is not None:
+            self._birth = Birth(self._loop)
         return self._loop
 
     # Closing ------------------------------------------------------------------------------------------------------
@@ -134,8 +139,11 @@ class Endpoint(ABC):
         if asyncio._get_running_loop() is not self._loop:
             raise WrongContextError(
                 f"{self._label} lives on the event loop that started it; call it from a task there, e.g. with "
-                "asyncio.run_coroutine_threadsafe"
+                "asyncio.run_coroutine_threadsafe" + self._where_born()
             )
+
+    def _where_born(self) -> str:
+        return self._birth.explain() if self._birth is not None else ""
 
     # Waiting ------------------------------------------------------------------------------------------------------
 

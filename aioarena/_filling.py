@@ -212,13 +212,13 @@ class FallbackLog:
         self._arena = arena
         self._logged: dict[str, tuple[float, int]] = {}  # reason -> when last, and how many since
 
-    def __call__(self, placed: PlacedMessage, now: float, held: Callable[[], dict[int, int]]) -> None:
+    def __call__(self, placed: PlacedMessage, now: float, held: Callable[[], object]) -> None:
         """Note one message with frames.
 
         Args:
             placed: The message.
             now: Time in seconds.
-            held: Spans held by each rank, asked only when a line is due.
+            held: What says how many spans each rank holds, asked only when a line is due.
         """
         reason = LARGER_THAN_ARENA if LARGER_THAN_ARENA in placed.fallbacks else "arena_full"
         logged, since = self._logged.get(reason, (now - _FALLBACK_LOG_INTERVAL, 0))

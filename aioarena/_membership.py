@@ -15,7 +15,7 @@ import time
 from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
 
-from aioarena._core.arena import Holder
+from aioarena._core.arena import Holder, Span
 from aioarena._core.layout import VERSION
 from aioarena._core.sender import Membership, SenderCore
 from aioarena._platform.bell import NO_BELL, BellRope
@@ -380,6 +380,11 @@ class Members:
             f"{member.describe()}, {member.process_state()}, is {messages} messages ({nbytes} bytes) behind and holds "
             f"{len(spans)} spans of the arena" + (f" (at slots {slots})" if spans else "")
         )
+
+    def holdings(self) -> list[tuple[str, list[Span]]]:
+        """Everybody who was given spans, and those he has not released: also who left, or lost his rank to another."""
+        members = {*self.by_rank.values(), *self._departed}
+        return [(member.describe(), self._core.arena.held_by(member.holder)) for member in members]
 
     def seated(self) -> list[int]:
         """The incarnations of those local readers who have a seat."""

@@ -171,6 +171,7 @@ class SpanLedger:
         self._current: list[Any] | None = None  # the streams current for the receiver, once its loop is left
         self.released = 0
         self.quarantined = 0
+        self.changed = 0  # counted by CheckedLedger
         with _ledgers_lock:
             _ledgers.add(self)
 

@@ -106,6 +106,7 @@ def of_receiver(receiver: Receiver) -> ReceiverStatistics:
         events_pending=ledger.pending_events if ledger is not None else 0,
         spans_quarantined=ledger.quarantined if ledger is not None else 0,
         pinned=ledger.mapping.pin.value if ledger is not None else Pin.NO.value,
+        spans_changed=ledger.changed if ledger is not None else 0,
     )
 
 

@@ -276,6 +276,7 @@ class ReceiverStatistics:
         events_pending: Events in GPU streams that those spans wait for, now. 0 while none could be recorded yet.
         spans_quarantined: Spans never given back because the GPU stopped answering.
         pinned: ``no`` (no GPU context, or ``pin="off"``), ``pending``, ``yes`` or ``failed``, now.
+        spans_changed: Times that held memory was found written to. Only looked for with ``AIOARENA_DEBUG=1``.
     """
 
     messages: int
@@ -297,3 +298,4 @@ class ReceiverStatistics:
     events_pending: int
     spans_quarantined: int
     pinned: str
+    spans_changed: int

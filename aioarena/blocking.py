@@ -29,7 +29,7 @@ from aioarena._asyncio import State
 from aioarena._driver import LoopDriver
 from aioarena._platform.process import require_descriptors
 from aioarena._types import ArenaConfig, Handle, ReceiverStatistics, SenderStatistics
-from aioarena.exceptions import ClosedError, EndOfChannel
+from aioarena.exceptions import ClosedError, EndOfChannel, WrongContextError
 
 __all__ = ["Receiver", "ReceiverOptions", "Sender", "SenderOptions", "from_process_group"]
 
@@ -456,19 +456,44 @@ def from_process_group(
     sender: SenderOptions | None = None,
     receiver: ReceiverOptions | None = None,
 ) -> Sender | Receiver:
-    """As :func:`aioarena.from_process_group`, with a blocking Sender and blocking Receivers. Ranks may mix both calls."""
-    end: Sender | Receiver = asyncio.run(
-        _process_groups.connect(
-            group,
-            src,
-            sender,
-            lambda readers, options: Sender(readers, **options),
-            lambda handle, rank: Receiver(handle, rank, **(receiver or {})),
-            lambda end: asyncio.to_thread(end.start),  # not beside the loop that runs here
-            lambda end: asyncio.to_thread(end.close),
+    """As :func:`aioarena.from_process_group`, with a blocking Sender and blocking Receivers. Ranks may mix both calls.
+
+    Raises:
+        WrongContextError: An event loop runs in this thread.
+        Others: As :func:`aioarena.from_process_group`.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise WrongContextError(
+            "blocking.from_process_group would hold up the event loop that runs in this thread: await "
+            "aioarena.from_process_group there"
         )
+    connecting = _process_groups.connect(
+        group,
+        src,
+        sender,
+        lambda readers, options: Sender(readers, **options),
+        lambda handle, rank: Receiver(handle, rank, **(receiver or {})),
+        _start_of_group,
+        _close_of_group,
+        _process_groups.wait_in_thread,
     )
-    return end
+    try:
+        connecting.send(None)  # nothing in there suspends
+    except StopIteration as done:
+        end: Sender | Receiver = done.value
+        return end
+    raise AssertionError("connecting suspended")
+
+
+async def _start_of_group(end: Sender | Receiver) -> None:
+    if isinstance(end, Receiver):
+        end.start(_process_groups.ATTACH_SECONDS)
+    else:
+        end.start()
+
+
+async def _close_of_group(end: Sender | Receiver) -> None:
+    end.close()
 
 
 async def _close(end: sender.Sender | receiver.Receiver) -> None:

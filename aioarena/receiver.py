@@ -21,12 +21,14 @@ from aioarena import _devices, _statistics
 from aioarena._allow import AllowList
 from aioarena._assembly import Assembler
 from aioarena._asyncio import BREATH, BREATH_SHIFT, TICK, Endpoint, State
+from aioarena._checking import CheckedAssembler, CheckedLedger
 from aioarena._codec import decode
 from aioarena._copying import CopyPool
 from aioarena._core.layout import VERSION
 from aioarena._core.receiver import Fate, IncomingMessage, ReceiverCore
 from aioarena._core.record import INLINE
 from aioarena._core.words import FENCES
+from aioarena._debug import show_crashes
 from aioarena._gpu import GpuSide
 from aioarena._platform import accelerator, memory, process
 from aioarena._platform.bell import NO_BELL, Bell
@@ -226,7 +228,14 @@ class Receiver(Endpoint):
         self._core = ReceiverCore(control.view, handle.layout, self._seat, incarnation)
         if handle.arena is not None:
             arena = self._map(handle.arena)
-            self._ledger = SpanLedger(arena, self._core.spans, self._accelerator)
+            if self._debug is None or self._private:
+                self._ledger = SpanLedger(arena, self._core.spans, self._accelerator)
+            else:
+                self._ledger = CheckedLedger(arena, self._core, self._accelerator, self._label, self._debug)
+                if self._debug.readonly:
+                    show_crashes()
+                    arena.protect()
+                    self._pin = "off"  # the GPU's driver would want to write
             assert self._loop is not None
             self._gpu = GpuSide(
                 self._ledger,
@@ -241,13 +250,11 @@ class Receiver(Endpoint):
         if handle.wake == "pipe" and handle.sender.visible:
             self._bell = Bell()
         self._wire = ReceiverWire(handle.address, handle.nonce, self._seat, incarnation)
-        self._assembler = Assembler(
-            self._wire,
-            self._ledger,
-            self._private,
-            self._pool,
-            viewed=self._gpu.pin_if_useful if self._gpu is not None else lambda: None,
-        )
+        viewed = self._gpu.pin_if_useful if self._gpu is not None else lambda: None
+        if isinstance(self._ledger, CheckedLedger):
+            self._assembler = CheckedAssembler(self._wire, self._ledger, self._pool, viewed)
+        else:
+            self._assembler = Assembler(self._wire, self._ledger, self._private, self._pool, viewed)
         self._watch(self._wire.fd, self._on_messages)
         self._watch(self._wire.monitor_fd, self._on_wire)
         if self._sender_pidfd is not None:
@@ -510,7 +517,10 @@ class Receiver(Endpoint):
         # What was copied on the loop; or in a thread, but then others had their turn anyway.
         copied = (p.nbytes for p in taken.placements if p.where == INLINE or self._private or taken.packed)
         self._credit -= sum(copied) >> BREATH_SHIFT
-        return self._decode(buffers.pop(0), buffers)
+        obj = self._decode(buffers.pop(0), buffers)
+        if self._debug is not None and isinstance(self._ledger, CheckedLedger):
+            self._ledger.name(obj)
+        return obj
 
     def _decode(self, pickled: bytes | memoryview, buffers: list[memoryview] | None = None) -> Any:
         self._decoding = True

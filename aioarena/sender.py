@@ -26,6 +26,7 @@ from aioarena._core.arena import Loan
 from aioarena._core.layout import Layout
 from aioarena._core.record import INLINE
 from aioarena._core.sender import ARENA_FULL, LARGER_THAN_ARENA, NOT_DIVERTIBLE, PlacedMessage, SenderCore
+from aioarena._debug import describe_holdings
 from aioarena._filling import FallbackLog, Filler
 from aioarena._lending import address_of, as_tensor, shape_of
 from aioarena._membership import Members
@@ -773,8 +774,10 @@ class Sender(Endpoint):
         rank = self._members.slowest() if self._members is not None else None
         return "no reader is left" if rank is None else self._members.describe_behind(rank)  # type: ignore[union-attr]
 
-    def _spans_held(self) -> dict[int, int]:
+    def _spans_held(self) -> dict[int, int] | str:
         assert self._members is not None
+        if self._debug is not None:
+            return describe_holdings(self._members.holdings())
         arena = self._core.arena
         return {rank: len(arena.held_by(member.holder)) for rank, member in self._members.by_rank.items()}
 

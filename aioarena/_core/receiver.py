@@ -92,6 +92,11 @@ class ReceiverCore:
         """Whether the sender has closed in good order."""
         return self._words[CLOSED] == 1
 
+    @property
+    def number(self) -> int:
+        """Number on the channel, from 1 on, of the message that comes next; a late reader has received fewer."""
+        return self._words[self.layout.seat_number(self.rank)] + self.ring.received + 1
+
     def start(self) -> None:
         """Begin where the sender seated this reader."""
         self._order()

@@ -147,6 +147,7 @@ _RECEIVER = (
         "Spans never given back.",
         lambda r: r.spans_quarantined,
     ),
+    _counter("aioarena_receiver_spans_changed", "Writes into held memory that were found.", lambda r: r.spans_changed),
     _gauge("aioarena_receiver_behind_bytes", "Ring bytes sent and not received.", lambda r: r.bytes_behind),
     _gauge("aioarena_receiver_spans_held", "Spans that it holds.", lambda r: r.spans_held),
     _gauge("aioarena_receiver_held_bytes", "Bytes of those spans.", lambda r: r.bytes_held),

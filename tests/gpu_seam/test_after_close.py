@@ -72,8 +72,10 @@ async def test_dropped_right_before_close(gpu: FakeGpu) -> None:
 
 @both_loops
 @pytest.mark.parametrize("where", ["here", "in a thread"])
-async def test_dropped_after_close(gpu: FakeGpu, where: str) -> None:
+@pytest.mark.parametrize("debugging", ["0", "1"])
+async def test_dropped_after_close(gpu: FakeGpu, where: str, debugging: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams current where it is dropped gate, and the one that was current for the receiver."""
+    monkeypatch.setenv("AIOARENA_DEBUG", debugging)
     mine, side = gpu.stream("mine"), gpu.stream("side")
     gpu.initialize()
     async with make_sender() as sender:

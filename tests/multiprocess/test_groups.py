@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -14,12 +17,23 @@ import torch
 import torch.distributed as dist
 
 import aioarena
-from aioarena import GroupError, HandleError, Receiver, Sender, blocking, from_process_group
+from aioarena import (
+    GroupError,
+    HandleError,
+    Receiver,
+    Sender,
+    WrongContextError,
+    _process_groups,
+    blocking,
+    from_process_group,
+)
+from aioarena import receiver as receiver_module
 from tests.conftest import PATIENCE
 
 pytestmark = pytest.mark.multiprocess
 
 WORLD = 4
+DIES = "dies"
 SMALL: dict[str, Any] = {"arena": aioarena.ArenaConfig(slots=16, min_bytes=1000)}
 
 
@@ -90,6 +104,15 @@ def mixed_ends(rank: int) -> Any:
     return asyncio.run(main())
 
 
+def said(what: str) -> None:
+    """Let the other ranks go on that :func:`wait_for` this."""
+    dist.distributed_c10d._get_default_store().set(what, b"1")
+
+
+def wait_for(what: str) -> None:
+    dist.distributed_c10d._get_default_store().wait([what])
+
+
 def says(error: BaseException) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
@@ -152,6 +175,129 @@ def another_build(rank: int) -> Any:
             types._load_handle = original
 
 
+def out_of_reach(rank: int) -> Any:
+    """As with another TMPDIR: the sender is never reached. At one rank each with asyncio and without."""
+    original, patience = receiver_module.ReceiverWire, _process_groups.ATTACH_SECONDS
+    connect = from_process_group
+    if rank in (1, 2):
+        receiver_module.ReceiverWire = lambda address, *args: original(address + "x", *args)  # type: ignore[misc, assignment]
+        _process_groups.ATTACH_SECONDS = 0.1
+    try:
+        if rank == 1:
+            return blocking.from_process_group(sender=SMALL)
+        return asyncio.run(connect(sender=SMALL))
+    except GroupError as error:
+        return says(error)
+    finally:
+        receiver_module.ReceiverWire = original  # type: ignore[misc]
+        _process_groups.ATTACH_SECONDS = patience
+
+
+def cancelled_before_the_others_come(rank: int) -> Any:
+    """Cancelled at rank 1, in whose process nothing waits for the others then."""
+
+    async def cancel() -> None:
+        task = asyncio.create_task(from_process_group(sender=SMALL))
+        while not _process_groups._last:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    if rank == 1:
+        asyncio.run(cancel())
+        said("cancelled")
+        return None
+    wait_for("cancelled")
+    try:
+        return asyncio.run(from_process_group(sender=SMALL))
+    except GroupError as error:
+        return says(error)
+
+
+def cancelled_while_it_attaches(rank: int) -> Any:
+    original = Receiver.start
+
+    async def cancel() -> None:
+        attaching = asyncio.Event()
+
+        async def start(self: Receiver) -> None:
+            attaching.set()
+            await asyncio.get_running_loop().create_future()
+
+        Receiver.start = start  # type: ignore[method-assign]
+        task = asyncio.create_task(from_process_group(sender=SMALL))
+        await attaching.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    try:
+        return asyncio.run(cancel() if rank == 2 else from_process_group(sender=SMALL))
+    except GroupError as error:
+        return says(error)
+    finally:
+        Receiver.start = original  # type: ignore[method-assign]
+
+
+def interrupted(rank: int) -> Any:
+    """Ctrl-C at the sender, which waits for the others."""
+    if rank:
+        wait_for("interrupted")
+        try:
+            return blocking.from_process_group()
+        except GroupError as error:
+            return says(error)
+
+    original = _process_groups.wait_in_thread
+
+    async def interrupted_wait(future: Any) -> Any:
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
+        return await original(future)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    _process_groups.wait_in_thread = interrupted_wait
+    try:
+        return blocking.from_process_group()
+    except KeyboardInterrupt:
+        return "interrupted"
+    finally:
+        _process_groups.wait_in_thread = original
+        signal.signal(signal.SIGINT, handler)
+        said("interrupted")
+
+
+def several_at_a_time(rank: int) -> Any:
+    """One channel from each rank."""
+
+    async def main() -> Any:
+        ends = await asyncio.gather(*(from_process_group(src=src, sender=SMALL) for src in range(WORLD)))
+        return await asyncio.gather(*map(exchange, ends))
+
+    return asyncio.run(main())
+
+
+def loop_of_the_thread(rank: int) -> Any:
+    """A blocking call does not touch what the thread has set as its event loop."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        exchange_blocking(blocking.from_process_group(sender=SMALL))
+        return asyncio.get_event_loop() is loop
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def one_dies(rank: int) -> Any:
+    if rank == 3:
+        return DIES
+    try:
+        return asyncio.run(from_process_group(sender=SMALL))
+    except GroupError as error:
+        return says(error)
+
+
 def no_such_source(rank: int) -> Any:
     try:
         return asyncio.run(from_process_group(src=WORLD))
@@ -181,7 +327,14 @@ TASKS: list[Callable[[int], Any]] = [
     another_build,
     no_such_source,
     not_in_the_group,
+    out_of_reach,
+    cancelled_before_the_others_come,
+    cancelled_while_it_attaches,
+    interrupted,
+    several_at_a_time,
+    loop_of_the_thread,
     default_group,  # after all that, it still works
+    one_dies,
 ]
 
 
@@ -190,7 +343,10 @@ def run_rank(rank: int, store: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     try:
         for task in TASKS:
-            pipe.send(task(rank))
+            outcome = task(rank)
+            pipe.send(outcome)
+            if outcome == DIES:
+                os._exit(0)
     except BaseException:
         pipe.send(traceback.format_exc())
     dist.destroy_process_group()
@@ -275,6 +431,70 @@ def test_another_build_is_told_to_all(outcomes: list[list[Any]]) -> None:
     for kind, text in of(outcomes, another_build):
         assert kind == "GroupError"
         assert "rank 3 could not attach: AttributeError: no such attribute" in text
+
+
+def test_a_rank_out_of_reach_is_told_to_all(outcomes: list[list[Any]]) -> None:
+    for kind, text in of(outcomes, out_of_reach):
+        assert kind == "GroupError"
+        assert "rank 1, 2 could not attach: TimedOutError: reader 0 of channel" in text
+        assert "timed out after 0.1 s: reader 0 of channel" in text
+        assert "is waiting for the sender (pid" in text
+
+
+def test_a_call_that_is_cancelled_is_told_to_the_others(outcomes: list[list[Any]]) -> None:
+    for task, rank in ((cancelled_before_the_others_come, 1), (cancelled_while_it_attaches, 2)):
+        row = of(outcomes, task)
+        assert row.pop(rank) is None
+        for kind, text in row:
+            assert kind == "GroupError"
+            assert f"rank {rank} could not attach: CancelledError" in text
+
+
+def test_an_interrupt_ends_a_blocking_call(outcomes: list[list[Any]]) -> None:
+    first, *others = of(outcomes, interrupted)
+    assert first == "interrupted"
+    for kind, text in others:
+        assert kind == "GroupError"
+        assert text == "rank 0, which was to send, could not make the channel: KeyboardInterrupt"
+
+
+def test_several_calls_at_a_time(outcomes: list[list[Any]]) -> None:
+    for rank, results in enumerate(of(outcomes, several_at_a_time)):
+        assert results == ["sent" if src == rank else (rank - (rank > src), "step", SUM) for src in range(WORLD)]
+
+
+def test_a_blocking_call_leaves_the_loop_of_its_thread(outcomes: list[list[Any]]) -> None:
+    assert of(outcomes, loop_of_the_thread) == [True] * 4
+
+
+def test_a_rank_that_dies_is_told_to_all(outcomes: list[list[Any]]) -> None:
+    *others, _ = of(outcomes, one_dies)
+    for rank, (kind, text) in enumerate(others):
+        assert kind == "GroupError"
+        assert f"a collective call of it failed at rank {rank}: " in text
+
+
+def test_a_collective_call_has_the_device_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with device 0, and ranks that share one hang."""
+    current = threading.local()
+    current.device = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    assert _process_groups.in_thread(lambda: current.device).result(PATIENCE).result() == 3
+
+
+def test_an_error_that_cannot_say_why_is_told_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert _process_groups._words(Mute()) == "Mute: (it fails to say why)"
+
+
+async def test_the_blocking_call_is_refused_beside_a_loop() -> None:
+    with pytest.raises(WrongContextError, match=r"await aioarena\.from_process_group"):
+        blocking.from_process_group()
 
 
 def test_wrong_arguments(outcomes: list[list[Any]]) -> None:
