@@ -1,4 +1,4 @@
-"""The command line: the demo, the benchmarks, and looking at channels and machines."""
+"""The command line: the demo, the benchmarks, relays, and looking at channels and machines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aioarena
+from aioarena import _relay_command
 from aioarena._bench import compare, copying, faults, memory, placement, small
 from aioarena._bench._result import Result
 from aioarena._bench._scenarios import SCENARIOS
@@ -29,6 +30,7 @@ examples:
   python -m aioarena ps                                all channels of this user, their readers and who is behind
   python -m aioarena doctor                            what this machine allows, and what to do where it does not
   python -m aioarena clean                             what dead processes left; --yes removes it
+  python -m aioarena relay handle --readers 4          a channel of another host, for 4 readers on this one
   python -m aioarena bench placement --json            where buffers should go, for programs to read
 """
 
@@ -163,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_benches(commands)
     _add_looking(commands)
+    _add_loop(_relay_command.add_parser(commands))
     return parser
 
 
