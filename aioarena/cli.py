@@ -1,4 +1,4 @@
-"""The command line: the demo, the benchmarks, and looking at channels and machines."""
+"""The command line: the demo, the benchmarks, relays, and looking at channels and machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import aioarena
-from aioarena._bench import compare, copying, faults, memory, placement, small
+from aioarena import _relay_command
+from aioarena._bench import compare, copying, faults, memory, placement, remote, small
 from aioarena._bench._result import Result
 from aioarena._bench._scenarios import SCENARIOS
 from aioarena._bench._text import Progress
@@ -31,6 +32,7 @@ examples:
   aioarena inspect engine           header, cursors and spans of the channel named engine
   aioarena doctor                   what this machine allows, and what to do where it does not
   aioarena clean                    what dead processes left; --yes removes it
+  aioarena relay HANDLE --readers 4 a channel of another host, for 4 readers on this one
   aioarena COMMAND --help           more examples
 
 `python -m aioarena` is the same command.
@@ -146,6 +148,19 @@ def _measure_memory(arguments: argparse.Namespace, progress: Progress) -> Result
     return result
 
 
+def _measure_remote(arguments: argparse.Namespace, progress: Progress) -> Result:
+    quick = arguments.quick
+    options = remote.RemoteOptions(
+        hosts=arguments.hosts,
+        readers=2 if quick else arguments.readers,
+        mib=4 if quick else arguments.mib,
+        runs=1 if quick else arguments.runs,
+        namespaces=arguments.namespaces,
+    )
+    result: Result = run(remote.measure(options, progress))
+    return result
+
+
 def _measure_compare(arguments: argparse.Namespace, progress: Progress) -> Result:
     options = compare.CompareOptions(
         readers=tuple(dict.fromkeys(arguments.readers)),
@@ -185,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_benches(commands)
     looking.add(commands)
+    _add_loop(_relay_command.add_parser(commands))
     _add_completion(commands)
     return parser
 
@@ -279,6 +295,17 @@ exit codes: 0; 1 if a worker failed, or a run broke a promise of the library.
 
     parser = benches.add_parser("faults", help="how soon each side learns that the other died, left or closed")
     parser.set_defaults(measure=_measure_faults)
+    _add_runs(parser)
+    _add_output(parser)
+
+    parser = benches.add_parser("remote", help="a large tensor to readers on other hosts, with a relay on each and without")
+    parser.set_defaults(measure=_measure_remote)
+    parser.add_argument("--hosts", type=_at_least(1), default=2, metavar="N", help="hosts beside the sender's (default: 2)")
+    parser.add_argument("--readers", type=_at_least(1), default=4, metavar="N", help="readers on each (default: 4)")
+    parser.add_argument("--mib", type=_at_least(1), default=200, metavar="MIB", help="size of the tensor (default: 200)")
+    parser.add_argument(
+        "--namespaces", action="store_true", help="give each host a network of its own, which takes root and ip"
+    )
     _add_runs(parser)
     _add_output(parser)
 

@@ -18,7 +18,7 @@ from aioarena.exceptions import InternalError
 # the product of 100 Gbit/s and 5 ms.
 WINDOW_BYTES = 64 << 20
 # What is taken in and not acknowledged, at most: it holds the sender's ring and arena.
-_ACK_BYTES = 1 << 20
+_ACK_BYTES = 4 << 20
 # Handshakes that have to fail in a row, with nothing else, before it is the keys: a connection may also break in one.
 FAILED_HANDSHAKES = 3
 
@@ -52,6 +52,7 @@ class Feed:
         self._position = 0  # in the session's stream
         self._acked = 0, 0  # messages, and position
         self._parser: StreamParser[ArrivingMessage] | None = None
+        self._given = 0  # messages, those taken over and one more while that is under way
         self.received = 0
         self._given = 0  # messages given out: the last of them may wait for room
         self.nbytes = 0
@@ -77,11 +78,11 @@ class Feed:
         return True
 
     def _begin(self, session: int) -> None:
-        """Ask for the seat, or to go on after the last whole message."""
+        """Ask for the seat, or to go on after the last message given: if it is not taken over, nothing ever is again."""
         self._drop_partial()
         self._session = session
         self._sequence = self._position = 0
-        self._acked = self.received, 0
+        self._acked = self._given, 0
         # What was given out is here, even if it still waits for room: it is not to come again.
         me = ProcessIdentity.current()
         self.wire.join(
@@ -145,15 +146,16 @@ class Feed:
             self.wire.reconnect()
             return
         self._sequence += 1
+        parser = self._parser
         for part in data.parts:
             nbytes = len(part)
             self._position += nbytes
             self.nbytes += nbytes
-            for message in self._parser.feed(part.buffer):
+            for message in parser.feed(part.buffer):
                 self._given += 1
                 yield message
-                if data.session != self._session:
-                    return  # meanwhile that connection was cut, and another sends the rest again
+                if self._parser is not parser:
+                    return  # cut while that was taken over, and what follows comes again
         self._acknowledge_much()
 
     def done(self) -> None:
@@ -168,7 +170,9 @@ class Feed:
     def acknowledge(self) -> None:
         """Tell the sender how far this reader is, if it does not know."""
         progress = self.received, self._position
-        if self._parser is not None and progress != self._acked and self.wire.connection.up:
+        # A part of a message frees nothing at the sender, so it is told with the rest: it would have to be woken each time.
+        news = self.received != self._acked[0] or self._position - self._acked[1] >= _ACK_BYTES
+        if self._parser is not None and news and self.wire.connection.up:
             self._acked = progress
             self.wire.ack(Ack(self.incarnation, self._session, self.received, self._position + WINDOW_BYTES))
 
