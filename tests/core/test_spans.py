@@ -23,12 +23,13 @@ def seen(channel: Channel) -> list[SpanEntry | LoanEntry]:
     return list(read_spans(channel.words.toreadonly(), channel.layout, no_op))
 
 
-def clocked(channel: Channel, *times: int) -> None:
-    """Put a sender's core in its place whose clock gives these times, and seat its readers."""
-    left = list(times)
+def clocked(channel: Channel, *nanoseconds: int) -> None:
+    """Put a sender's core in its place that uses this arena at these times, and seat its readers."""
+    left = [time / 1e9 for time in nanoseconds]
     channel.sender = SenderCore(
         channel.control, channel.layout, min_bytes=32, frame_budget=1 << 20, clock=lambda: left.pop(0)
     )
+    channel.sender.arena._clock = float  # which has uses of its own for it
     channel.readers = [channel.join(rank, rank + 1) for rank in range(channel.layout.readers)]
 
 
