@@ -26,7 +26,7 @@ DEFAULT_MIN_BYTES = 128 << 10
 DEFAULT_RING_BYTES = 8 << 20
 MIN_RING_BYTES = 64 << 10
 
-_TEXT_PREFIX = "aioarena-handle:"
+TEXT_PREFIX = "aioarena-handle:"
 
 # Start of a slot is the start of a tensor: aligned for any dtype and vector load, and to a cache line.
 SLOT_ALIGNMENT = 64
@@ -111,7 +111,7 @@ class Handle:
 
     def to_text(self) -> str:
         """The handle as one line of ASCII, for files and standard input. As secret as the handle."""
-        return _TEXT_PREFIX + base64.urlsafe_b64encode(json.dumps(asdict(self), default=bytes.hex).encode()).decode()
+        return TEXT_PREFIX + base64.urlsafe_b64encode(json.dumps(asdict(self), default=bytes.hex).encode()).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Handle:
@@ -121,9 +121,9 @@ class Handle:
             HandleError: It is none, or of another version.
         """
         try:
-            if not text.startswith(_TEXT_PREFIX):
-                raise ValueError(f"it does not begin with {_TEXT_PREFIX!r}")
-            values = json.loads(base64.urlsafe_b64decode(text[len(_TEXT_PREFIX) :].strip().encode()))
+            if not text.startswith(TEXT_PREFIX):
+                raise ValueError(f"it does not begin with {TEXT_PREFIX!r}")
+            values = json.loads(base64.urlsafe_b64decode(text[len(TEXT_PREFIX) :].strip().encode()))
             version = values["version"]
             if version == VERSION:
                 values["sender"] = ProcessIdentity(**values["sender"])

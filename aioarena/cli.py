@@ -1,4 +1,4 @@
-"""The command line: the demo, the benchmarks, and looking at channels and machines."""
+"""The command line: the demo, the benchmarks, relays, and looking at channels and machines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aioarena
+from aioarena import _relay_command
 from aioarena._bench import compare, copying, faults, memory, placement, small
 from aioarena._bench._result import Result
 from aioarena._bench._scenarios import SCENARIOS
@@ -31,6 +32,7 @@ examples:
   aioarena inspect engine           header, cursors and spans of the channel named engine
   aioarena doctor                   what this machine allows, and what to do where it does not
   aioarena clean                    what dead processes left; --yes removes it
+  aioarena relay handle --readers 4 a channel of another host, for 4 readers on this one
   aioarena COMMAND --help           more examples
 
 `python -m aioarena` is the same command.
@@ -185,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_benches(commands)
     looking.add(commands)
+    _add_loop(_relay_command.add_parser(commands))
     _add_completion(commands)
     return parser
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 import aioarena
+from aioarena import cli
 from aioarena._core.layout import VERSION
 from aioarena._platform import wire as wire_module
 from aioarena._platform.process import ProcessIdentity
@@ -553,6 +554,11 @@ def make_and_forget(link: Link, backing: Any) -> str:
     sender = aioarena.Sender(1, backing=backing, arena=None)
     _kept.extend([sender, aioarena.Receiver(sender.handle, 0), aioarena.Sender(1, arena=None)])
     return "made"
+
+
+def command(link: Link, *arguments: str) -> int:
+    """A command of the command line: its exit code."""
+    return cli.main(arguments)
 
 
 def identity(link: Link) -> ProcessIdentity:
