@@ -18,7 +18,7 @@ from aioarena.exceptions import InternalError
 # the product of 100 Gbit/s and 5 ms.
 WINDOW_BYTES = 64 << 20
 # What is taken in and not acknowledged, at most: it holds the sender's ring and arena.
-_ACK_BYTES = 1 << 20
+_ACK_BYTES = 4 << 20
 # Handshakes that have to fail in a row, with nothing else, before it is the keys: a connection may also break in one.
 FAILED_HANDSHAKES = 3
 
@@ -77,7 +77,7 @@ class Feed:
         return True
 
     def _begin(self, session: int) -> None:
-        """Ask for the seat, or to go on after the last whole message."""
+        """Ask for the seat, or to go on after the last message given: if it is not taken over, nothing ever is again."""
         self._drop_partial()
         self._session = session
         self._sequence = self._position = 0
@@ -168,7 +168,9 @@ class Feed:
     def acknowledge(self) -> None:
         """Tell the sender how far this reader is, if it does not know."""
         progress = self.received, self._position
-        if self._parser is not None and progress != self._acked and self.wire.connection.up:
+        # A part of a message frees nothing at the sender, so it is told with the rest: it would have to be woken each time.
+        news = self.received != self._acked[0] or self._position - self._acked[1] >= _ACK_BYTES
+        if self._parser is not None and news and self.wire.connection.up:
             self._acked = progress
             self.wire.ack(Ack(self.incarnation, self._session, self.received, self._position + WINDOW_BYTES))
 
