@@ -30,6 +30,7 @@ import ipaddress
 import os
 import socket as sockets
 import struct
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -395,17 +396,26 @@ class RemoteSenderWire(Wire):
     def welcome(self, incarnation: int, welcome: Welcome) -> None:
         self.socket.send(_WELCOME.pack(b"R", incarnation, b"W", welcome.rank, welcome.session, welcome.number))
 
-    def send(self, incarnation: int, session: int, sequence: int, parts: Sequence[Any]) -> list[zmq.MessageTracker]:
+    def send(self, incarnation: int, session: int, sequence: int, parts: Sequence[Any]) -> list[weakref.ref[memoryview]]:
         """Queue a piece of a stream. Parts that are not bytes are sent from where they lie.
 
         Returns:
-            One for each of those: done once libzmq is done with the memory.
+            One for each of those: dead once libzmq is done with the memory.
         """
         if not zmq_collector.is_alive():
             require_descriptors()  # for the thread that pyzmq starts with the first frame
-        frames = [part if isinstance(part, bytes) else zmq.Frame(part, copy=False, track=True) for part in parts]
-        self.socket.send_multipart([_DATA.pack(b"R", incarnation, b"D", session, sequence), *frames], copy=False)
-        return [frame.tracker for frame in frames if isinstance(frame, zmq.Frame) and frame.tracker is not None]
+        frames: list[bytes | zmq.Frame] = [_DATA.pack(b"R", incarnation, b"D", session, sequence)]
+        used = []
+        for part in parts:
+            if isinstance(part, bytes):
+                frames.append(part)
+            else:
+                # Of its own, so that none but libzmq refers to it. pyzmq's trackers say the same for twice the time.
+                view = memoryview(part)
+                used.append(weakref.ref(view))
+                frames.append(zmq.Frame(view, copy=False))
+        self.socket.send_multipart(frames, copy=False)
+        return used
 
     def end(self, incarnation: int, number: int) -> None:
         self.socket.send(_END.pack(b"R", incarnation, b"E", number))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import zmq
 
 from aioarena._core.ahead import AheadReader, Memory
 from aioarena._core.arena import Holder
@@ -33,8 +32,11 @@ from aioarena._remote.stream import head_of
 
 logger = logging.getLogger("aioarena")
 
-# Bytes that one reader is sent before others on the loop get a turn: they are only queued, at about 20 us for each 256 KiB.
-_TURN_BYTES = 4 << 20
+# Seconds that streams are worked on before others on the loop get a turn: queueing 256 KiB of a large message takes about
+# 20 us, of small ones the parts below 0.5 ms.
+_TURN = 0.0005
+# Parts that are looked at for one piece of a stream; a small message has two.
+_MOST_PARTS = 200
 # The most that a reader may ask to be sent ahead: what libzmq may hold of one stream.
 _MOST_AHEAD = 1 << 30
 # Buffers below this are copied together into one part of a ZMQ message; for larger ones that costs more than a part.
@@ -102,7 +104,7 @@ class Link:
         self._sequence = 0
         self._parts: deque[Memory] = deque()  # of the stream, read and not sent
         self._in_part = 0  # bytes of the first of them that were sent
-        self._trackers: deque[zmq.MessageTracker] = deque()
+        self._used: deque[weakref.ref[memoryview]] = deque()  # memory that libzmq looks at, dead once it does no more
         self.ended = False
 
     def begin(self, join: RemoteJoin) -> None:
@@ -130,29 +132,28 @@ class Link:
     def _extend(self, limit: int) -> None:
         self._limit = max(self._limit, min(limit, self._sent + _MOST_AHEAD))
 
-    def pump(self, closed: bool) -> bool:
+    def pump(self, closed: bool, deadline: float) -> bool:
         """Send what may be sent.
 
         Args:
             closed: Whether no message will follow those in the ring.
+            deadline: When others are to have their turn, ``time.perf_counter()``.
 
         Returns:
             True if this is to be called again after others had their turn; False if there is nothing to do before the
             reader acknowledges, or a message is published.
         """
         self.ahead.unpark()
-        budget = _TURN_BYTES
         while self.member.cut is None and not self.ended and self._sent < self._limit:
-            if budget <= 0:
-                return True
             chunk = self._chunk()
             if chunk:
                 nbytes = sum(map(len, chunk))
                 self._forget_done()
-                self._trackers += self._wire.send(self.member.incarnation, self._session, self._sequence, chunk)
+                self._used += self._wire.send(self.member.incarnation, self._session, self._sequence, chunk)
                 self._sequence += 1
                 self._sent += nbytes
-                budget -= nbytes
+                if time.perf_counter() >= deadline:
+                    return True
             elif closed:
                 self.ended = True
                 self._wire.end(self.member.incarnation, self.ahead.read)
@@ -165,7 +166,9 @@ class Link:
         parts: list[Memory] = []
         joined: list[Memory] = []
         room = CHUNK_BYTES
-        while room and (self._parts or self._read()):
+        for _ in range(_MOST_PARTS):
+            if not room or not (self._parts or self._read()):
+                break
             part, start = self._parts[0], self._in_part
             taken = min(room, len(part) - start)
             room -= taken
@@ -196,14 +199,14 @@ class Link:
         return True
 
     def _forget_done(self) -> None:
-        while self._trackers and self._trackers[0].done:
-            self._trackers.popleft()
+        while self._used and self._used[0]() is None:
+            self._used.popleft()
 
     @property
     def sending(self) -> bool:
         """Whether libzmq may still look at memory of the arena for this reader."""
-        self._trackers = deque(tracker for tracker in self._trackers if not tracker.done)
-        return bool(self._trackers)
+        self._used = deque(used for used in self._used if used() is not None)
+        return bool(self._used)
 
     @property
     def pending(self) -> bool:
@@ -266,7 +269,8 @@ class Serving:
         self._changed = changed
         self._wake_sender = wake_sender
         self._links: dict[int, Link] = {}  # by rank, those seated
-        self._runs: dict[int, asyncio.Handle] = {}  # ranks whose links have something to do
+        self._runs: dict[int, None] = {}  # ranks whose links have something to do, in the order of their turns
+        self._runner: asyncio.Handle | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}  # incarnation -> until it is lost, or its join refused
         self._asking: dict[int, RemoteJoin] = {}  # incarnation -> asks for a taken rank
         self._leaving: list[Link] = []  # gone, but libzmq may look at what they were sent
@@ -305,14 +309,24 @@ class Serving:
         return local
 
     def _run_soon(self, rank: int) -> None:
-        if rank not in self._runs:
-            self._runs[rank] = self._loop.call_soon(self._run, rank)
+        self._runs[rank] = None
+        if self._runner is None:
+            self._runner = self._loop.call_soon(self._run)
 
-    def _run(self, rank: int) -> None:
-        self._runs.pop(rank, None)
-        link = self._links.get(rank)
-        if link is not None and link.pump(self._core.ring.closed):
-            self._run_soon(rank)
+    def _run(self) -> None:
+        self._runner = None
+        deadline = time.perf_counter() + _TURN
+        # One turn for all of them: each of its own, the loop would be held as often as there are readers.
+        while self._runs:
+            rank = next(iter(self._runs))
+            del self._runs[rank]
+            link = self._links.get(rank)
+            if link is not None and link.pump(self._core.ring.closed, deadline):
+                self._runs[rank] = None
+            if time.perf_counter() >= deadline:
+                break
+        if self._runs:
+            self._runner = self._loop.call_soon(self._run)
         self._changed_wire()
 
     def finish(self) -> None:
@@ -514,8 +528,7 @@ class Serving:
         member = link.member
         del self._links[member.rank]
         self._stop_timer(member.incarnation)
-        if member.rank in self._runs:
-            self._runs.pop(member.rank).cancel()
+        self._runs.pop(member.rank, None)
         self._past.append(_Past(member.incarnation, link.ahead.first, reason))
         self._leaving.append(link)
         self._free()
@@ -558,8 +571,11 @@ class Serving:
             link.give_up(GivenUp(reason, self._core.ring.published - link.ahead.first))
 
     def close(self) -> None:
-        for timer in [*self._timers.values(), *self._runs.values()]:
+        for timer in self._timers.values():
             timer.cancel()
+        self._runs.clear()
+        if self._runner is not None:
+            self._runner.cancel()
         if self._look_timer is not None:
             self._look_timer.cancel()
         self._links.clear()
