@@ -11,7 +11,7 @@ from typing import Any
 
 import aioarena
 from aioarena import _relay_command
-from aioarena._bench import compare, copying, faults, memory, placement, small
+from aioarena._bench import compare, copying, faults, memory, placement, remote, small
 from aioarena._bench._result import Result
 from aioarena._bench._scenarios import SCENARIOS
 from aioarena._bench._text import Progress
@@ -145,6 +145,19 @@ def _measure_faults(arguments: argparse.Namespace, progress: Progress) -> Result
 def _measure_memory(arguments: argparse.Namespace, progress: Progress) -> Result:
     options = memory.MemoryOptions(arguments.readers, 1 if arguments.quick else arguments.runs, arguments.quick)
     result: Result = run(memory.measure(options, progress))
+    return result
+
+
+def _measure_remote(arguments: argparse.Namespace, progress: Progress) -> Result:
+    quick = arguments.quick
+    options = remote.RemoteOptions(
+        hosts=arguments.hosts,
+        readers=2 if quick else arguments.readers,
+        mib=4 if quick else arguments.mib,
+        runs=1 if quick else arguments.runs,
+        namespaces=arguments.namespaces,
+    )
+    result: Result = run(remote.measure(options, progress))
     return result
 
 
@@ -282,6 +295,17 @@ exit codes: 0; 1 if a worker failed, or a run broke a promise of the library.
 
     parser = benches.add_parser("faults", help="how soon each side learns that the other died, left or closed")
     parser.set_defaults(measure=_measure_faults)
+    _add_runs(parser)
+    _add_output(parser)
+
+    parser = benches.add_parser("remote", help="a large tensor to readers on other hosts, with a relay on each and without")
+    parser.set_defaults(measure=_measure_remote)
+    parser.add_argument("--hosts", type=_at_least(1), default=2, metavar="N", help="hosts beside the sender's (default: 2)")
+    parser.add_argument("--readers", type=_at_least(1), default=4, metavar="N", help="readers on each (default: 4)")
+    parser.add_argument("--mib", type=_at_least(1), default=200, metavar="MIB", help="size of the tensor (default: 200)")
+    parser.add_argument(
+        "--namespaces", action="store_true", help="give each host a network of its own, which takes root and ip"
+    )
     _add_runs(parser)
     _add_output(parser)
 

@@ -1,4 +1,4 @@
-"""What the process imports that those of `bench compare` are forked from, so that they start in no time."""
+"""What the process imports that those of `bench compare` and `remote` are forked from, so that they start in no time."""
 
 import warnings
 
