@@ -30,9 +30,9 @@ the readers here. It runs until the channel ends, and takes FILE away with it.
 
 _EXAMPLES = """\
 examples:
-  python -m aioarena relay handle --readers 4 --out /run/engine/local-handle
-  ssh engine cat handle | python -m aioarena relay - --readers 4 --out local-handle
-  python -m aioarena relay handle --readers 4 --out next-handle \
+  aioarena relay handle --readers 4 --out /run/engine/local-handle
+  ssh engine cat handle | aioarena relay - --readers 4 --out local-handle
+  aioarena relay handle --readers 4 --out next-handle \
       --remote-readers 2 --bind tcp://10.0.1.7:0
 
 exit codes: 0 the channel ended in good order, 1 it was lost or could not be had, 2 wrong

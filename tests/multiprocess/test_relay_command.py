@@ -307,4 +307,4 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["relay", "--help"])
     assert exit_.value.code == 0
-    assert "ssh engine cat handle | python -m aioarena relay - --readers 4" in capsys.readouterr().out
+    assert "ssh engine cat handle | aioarena relay - --readers 4" in capsys.readouterr().out

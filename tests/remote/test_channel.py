@@ -377,13 +377,15 @@ async def test_a_reader_may_come_before_the_sender_starts() -> None:
 async def test_a_cancelled_start_leaves_nothing() -> None:
     async with remote_sender(0, 1) as sender:
         for turns in range(0, 40, 3):
-            task = asyncio.create_task(Receiver(sender.handle, 0).start())
+            given_up = Receiver(sender.handle, 0)
+            task = asyncio.create_task(given_up.start())
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
             if not task.cancelled():
                 task.result()  # it was quicker
+                await given_up.aclose()
         async with Receiver(sender.handle, 0) as receiver:
             await sender.send(1)
             assert await receiver.recv() == 1
