@@ -132,7 +132,7 @@ class Handle:
                 for name, kind in (("control", SegmentRef), ("arena", SegmentRef), ("remote", RemoteRef)):
                     values[name] = None if values[name] is None else kind(**values[name])
                 return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise HandleError(f"this text is no handle, or only a part of one: {text_of(error)}") from None
         raise _wrong_version(version)
 

@@ -199,30 +199,40 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port``.
 
     Raises:
-        ValueError: It is none.
+        ValueError, TypeError: It is none.
     """
+    if not isinstance(endpoint, str):
+        raise TypeError(f'an address must be a str like "tcp://10.0.0.5:0", not {type(endpoint).__name__}')
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ValueError(f'{endpoint!r} is no address like "tcp://10.0.0.5:0": {error}') from None
-    if parts.scheme != "tcp" or not host or port is None or parts.path or parts.query or parts.fragment or parts.username:
+    strange = parts.path or parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme != "tcp" or not host or port is None or strange or not _is_one_word(endpoint):
         raise ValueError(f'{endpoint!r} is no address like "tcp://10.0.0.5:0" (IPv6: "tcp://[fd00::5]:0")')
     return host, port
+
+
+def _is_one_word(text: str) -> bool:
+    return text.isprintable() and " " not in text
 
 
 def endpoint_of(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _check_advertised(host: str, given: str) -> None:
-    endpoint = endpoint_of(host, 1)
+def _advertised_host(advertise: str) -> str:
+    if not isinstance(advertise, str):
+        raise TypeError(f"advertise must be a str or None, not {type(advertise).__name__}")
+    host = advertise.strip("[]")
     try:
-        unreachable = parse_endpoint(endpoint) != (host.lower(), 1) or host == "*" or _is_unspecified(host)
+        reachable = parse_endpoint(endpoint_of(host, 1)) == (host.lower(), 1) and host != "*" and not _is_unspecified(host)
     except ValueError:
-        unreachable = True
-    if unreachable:
-        raise ValueError(f'advertise must be a host that readers can connect to, like "10.0.0.5", not {given!r}')
+        reachable = False
+    if not reachable:
+        raise ValueError(f'advertise must be a host that readers can connect to, like "10.0.0.5", not {advertise!r}')
+    return host
 
 
 def _is_unspecified(host: str) -> bool:
@@ -255,8 +265,9 @@ class Listener:
             family, _, _, _, address = sockets.getaddrinfo(
                 None if everywhere else host, port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
             )[0]
-        except OSError as error:
-            raise ArenaError(f"cannot bind {bind}: {error.strerror or error}; name an address of this host") from error
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ArenaError(f"cannot bind {bind}: {reason}; name an address of this host") from error
         everywhere = everywhere or _is_unspecified(str(address[0]))
         if everywhere and not any_interface:
             raise ValueError(
@@ -265,9 +276,7 @@ class Listener:
             )
         if everywhere and advertise is None:
             raise ValueError(f"{bind!r} is no address to connect to: say with advertise= which one the readers are to take")
-        own = host if advertise is None else advertise.strip("[]")
-        if advertise is not None:
-            _check_advertised(own, advertise)
+        own = host if advertise is None else _advertised_host(advertise)
         socket = sockets.socket(family, sockets.SOCK_STREAM)
         try:
             socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
@@ -328,6 +337,8 @@ class Keys:
 
 
 def _heartbeats(socket: zmq.Socket[bytes], timeout: float) -> None:
+    if not timeout > 0:
+        raise ValueError(f"the timeout of a connection must be positive, not {timeout}")
     # An end that is gone is noticed after a pause and a half-time at most, which leaves a quarter for it to come back.
     milliseconds = max(1, int(timeout * 1000))
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, milliseconds // 4))
@@ -507,14 +518,16 @@ class RemoteReceiverWire(Wire):
         self.foreign = 0
         socket = self.socket
         try:
-            host, _ = parse_endpoint(remote.endpoint)
+            host, port = parse_endpoint(remote.endpoint)
+            if not port:
+                raise ValueError(f"{remote.endpoint!r} names no port")
             socket.setsockopt(zmq.IPV6, int(":" in host))
             socket.setsockopt(zmq.RECONNECT_IVL, int(_RECONNECT * 1000))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(_RECONNECT_MAX * 1000))
             socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_DOWN)
-            socket.curve_serverkey = remote.server_key.encode()
-            socket.curve_publickey = remote.public_key.encode()
-            socket.curve_secretkey = remote.secret_key.encode()
+            socket.curve_serverkey = str.encode(remote.server_key)
+            socket.curve_publickey = str.encode(remote.public_key)
+            socket.curve_secretkey = str.encode(remote.secret_key)
             _heartbeats(socket, remote.timeout)
             self._monitor = monitor = socket.get_monitor_socket(
                 zmq.EVENT_CONNECTED

@@ -258,8 +258,9 @@ def test_it_parks_like_a_reader() -> None:
     assert ahead.ahead.park()
     ahead.send(PICKLED)
     assert [list(ahead.sender.sleepers()) for _ in range(2)] == [[0], []]
-    ahead.ahead.unpark()
     ahead.take()
+    assert ahead.ahead.park()
+    ahead.ahead.unpark()
     ahead.send(PICKLED)
     assert list(ahead.sender.sleepers()) == []
 
