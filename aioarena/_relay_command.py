@@ -32,8 +32,7 @@ _EXAMPLES = """\
 examples:
   aioarena relay handle --readers 4 --out /run/engine/local-handle
   ssh engine cat handle | aioarena relay - --readers 4 --out local-handle
-  aioarena relay handle --readers 4 --out next-handle \
-      --remote-readers 2 --bind tcp://10.0.1.7:0
+  aioarena relay handle --readers 4 --remote-readers 2 --bind tcp://10.0.1.7:0
 
 exit codes: 0 the channel ended in good order, 1 it was lost or could not be had, 2 wrong
             arguments or no handle, 130 after Ctrl-C and 143 after SIGTERM

@@ -32,7 +32,8 @@ examples:
   aioarena inspect engine           header, cursors and spans of the channel named engine
   aioarena doctor                   what this machine allows, and what to do where it does not
   aioarena clean                    what dead processes left; --yes removes it
-  aioarena relay handle --readers 4 a channel of another host, for 4 readers on this one
+  aioarena relay handle --readers 4
+                                    a channel of another host, for 4 readers on this one
   aioarena COMMAND --help           more examples
 
 `python -m aioarena` is the same command.

@@ -458,7 +458,7 @@ def examples_in(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if "COMMAND" not in line]
 
 
-COMMANDS = ["demo", "bench", "ps", "top", "inspect", "doctor", "clean", "completion"]
+COMMANDS = ["demo", "bench", "ps", "top", "inspect", "doctor", "clean", "relay", "completion"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
