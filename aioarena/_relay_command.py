@@ -18,24 +18,14 @@ from aioarena._types import TEXT_PREFIX, Handle
 from aioarena.exceptions import ArenaError, HandleError
 from aioarena.relay import Relay
 
-_DESCRIPTION = """\
-Receive a channel from another host once, and be its sender to the readers on this
-one: one copy over the network per host.
-
-HANDLE is a file with what Handle.to_text() gave at the sender, or "-" for standard
-input. It is a secret: the file has to be yours, and open to nobody else. Once the
-sender has admitted the relay, it gives out its own handle, for Handle.from_text() at
-the readers here. It runs until the channel ends, and takes FILE away with it.
-"""
-
-_EXAMPLES = """\
+_EPILOG = """\
 examples:
-  aioarena relay handle --readers 4 --out /run/engine/local-handle
-  ssh engine cat handle | aioarena relay - --readers 4 --out local-handle
-  aioarena relay handle --readers 4 --remote-readers 2 --bind tcp://10.0.1.7:0
+  aioarena relay handle --readers 4 --out /run/engine/handle   its own handle in a file, for the readers here
+  ssh engine cat handle | aioarena relay - --readers 4         from a pipe, and printed
+  aioarena relay handle --readers 4 --out next --remote-readers 2 --bind tcp://10.0.1.7:0
 
-exit codes: 0 the channel ended in good order, 1 it was lost or could not be had, 2 wrong
-            arguments or no handle, 130 after Ctrl-C and 143 after SIGTERM
+exit codes: 0 when the channel ended in good order, 130 after Ctrl-C, 143 after SIGTERM; 1 if it was lost or cannot be had;
+2 for wrong arguments, which a file is that others can open, or that is no handle. One line says why.
 """
 
 
@@ -48,12 +38,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "relay",
         help="receive a channel from another host, for the readers on this one",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Receive a channel from another host once, and be its sender to the readers on this one: one copy over "
+        "the network per host. HANDLE is a file with what Handle.to_text() gave at the sender. It is a secret: the file "
+        "has to be yours, and open to nobody else. Once the sender has admitted the relay, it gives out its own handle, "
+        "for Handle.from_text() at the readers here. It runs until the channel ends, and takes FILE away with it.",
+        epilog=_EPILOG,
     )
     parser.set_defaults(run=lambda arguments: _run(arguments, parser.error))
-    parser.add_argument("handle", metavar="HANDLE", help='file with the handle of the channel, or "-"')
+    parser.add_argument("handle", metavar="HANDLE", help="file with the handle of the channel, or - for standard input")
     parser.add_argument("--readers", type=int, required=True, metavar="N", help="readers on this host")
     parser.add_argument("--rank", type=int, metavar="R", help="which of the sender's readers it is (default: a free one)")
     parser.add_argument(

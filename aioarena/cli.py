@@ -258,6 +258,7 @@ examples:
   aioarena bench memory --quick                   a short form that only shows that it works
   aioarena bench compare --svg compare.svg        beside other ways of sending the same, drawn
   aioarena bench compare --scenarios small --readers 2 --runs 3
+  aioarena bench remote --namespaces              to readers on other hosts, with relays and without
 
 exit codes: 0; 1 if a worker failed, or a run broke a promise of the library.
 """,

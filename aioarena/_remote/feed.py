@@ -52,7 +52,6 @@ class Feed:
         self._position = 0  # in the session's stream
         self._acked = 0, 0  # messages, and position
         self._parser: StreamParser[ArrivingMessage] | None = None
-        self._given = 0  # messages, those taken over and one more while that is under way
         self.received = 0
         self._given = 0  # messages given out: the last of them may wait for room
         self.nbytes = 0

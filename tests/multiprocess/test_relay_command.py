@@ -301,10 +301,3 @@ def test_what_is_no_handle_is_refused(capsys: pytest.CaptureFixture[str], tmp_pa
     assert _refusal(capsys, missing, "--readers", 1) == f"cannot read {missing}: No such file or directory"
     assert _refusal(capsys, tmp_path, "--readers", 1) == f"cannot read {tmp_path}: Is a directory"
     assert "are required: --readers" in _refusal(capsys, tmp_path / "cut")
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["relay", "--help"])
-    assert exit_.value.code == 0
-    assert "ssh engine cat handle | aioarena relay - --readers 4" in capsys.readouterr().out
