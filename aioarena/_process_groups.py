@@ -19,10 +19,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from aioarena._platform import memory
+from aioarena._platform import accelerator, memory
 from aioarena._platform.memory import Segment, SegmentRef
 from aioarena._platform.network import endpoint_of
 from aioarena._types import Handle
@@ -236,13 +235,12 @@ def in_thread(function: Callable[..., T], *args: Any) -> Future[Future[T]]:
     """Run a function in a daemon thread: a future of what became of it, which never fails itself."""
     ended: Future[Future[T]] = Future()
     # The groups of a GPU's library work on the device that is current, which belongs to the thread.
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    take_device = accelerator.device_of_thread()
 
     def run() -> None:
         outcome: Future[T] = Future()
         try:
-            if device is not None:
-                torch.cuda.set_device(device)
+            take_device()
             outcome.set_result(function(*args))
         except BaseException as error:
             outcome.set_exception(error)

@@ -23,7 +23,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -272,6 +272,13 @@ _claimed: weakref.WeakSet[Mapping] = weakref.WeakSet()
 def devices() -> list[str]:
     """Names of the GPUs that torch can use here; empty if none. Initialises CUDA: only for a process that just looks."""
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def device_of_thread() -> Callable[[], None]:
+    """What makes the device that is current in this thread the current one in another, if a GPU is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def claim_pinning(mapping: Mapping) -> bool:
