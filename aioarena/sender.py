@@ -14,7 +14,7 @@ from asyncio import _get_running_loop as running_loop
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from aioarena._core.record import INLINE
 from aioarena._core.sender import ARENA_FULL, LARGER_THAN_ARENA, NOT_DIVERTIBLE, PlacedMessage, SenderCore
 from aioarena._debug import describe_holdings
 from aioarena._filling import FallbackLog, Filler
+from aioarena._generic import Sent
 from aioarena._lending import address_of, as_tensor, shape_of
 from aioarena._membership import Members
 from aioarena._platform.memory import SHM_DIRECTORY as SHM
@@ -61,7 +62,7 @@ _FIRST_LOOK = 0.0002
 _LONGEST_LOOK = 0.005
 
 
-class Sender(Endpoint):
+class Sender(Endpoint, Generic[Sent]):
     """Broadcasts objects to a fixed number of readers.
 
     The constructor reserves address space and makes the handle; ``async with`` (or :meth:`start` and :meth:`aclose`)
@@ -409,7 +410,7 @@ class Sender(Endpoint):
         with self._explained(self._describe_awaited):
             await self._until_ready()
 
-    async def send(self, obj: object) -> None:
+    async def send(self, obj: Sent) -> None:
         """Send an object to all readers.
 
         Messages of several tasks are sent in the order of the calls. Waits until all readers attached, for the copies of
@@ -448,7 +449,7 @@ class Sender(Endpoint):
 
     enqueue = send
 
-    def send_nowait(self, obj: object) -> None:
+    def send_nowait(self, obj: Sent) -> None:
         """Send without waiting. Large buffers are copied on the spot, by the calling thread.
 
         Raises:
