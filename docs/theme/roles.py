@@ -1,0 +1,27 @@
+"""Docstrings name other objects as Sphinx does, ``:meth:`send```; here they become links of the reference."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_ROLE = re.compile(r":(?:class|meth|func|mod|attr|data):`([\w.]+)`")
+
+
+class Roles(griffe.Extension):
+    """Links for roles, in every docstring of the package."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = _ROLE.sub(lambda role: _link(obj, role[1]), obj.docstring.value)
+
+
+def _link(obj: griffe.Object, name: str) -> str:
+    """A link to what a name means inside an object; if it means nothing there, the build fails on the link."""
+    scope = obj if isinstance(obj, griffe.Class | griffe.Module) else obj.parent
+    while scope is not None and name.partition(".")[0] not in scope.members:
+        scope = scope.parent
+    path = name if scope is None or name.startswith("aioarena.") else f"{scope.path}.{name}"
+    return f"[`{name}`][{path}]"
