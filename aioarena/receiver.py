@@ -83,6 +83,10 @@ class Receiver(Endpoint, Generic[Received]):
 
     Raises:
         ValueError, TypeError: An argument makes no sense.
+
+    Attributes:
+        handle: That of the sender.
+        rank: Which reader this is.
     """
 
     _what = "Receiver"

@@ -73,12 +73,13 @@ class Sender(Endpoint, Generic[Sent]):
             attached.
         name: For logs and statistics; made up by default.
         arena: Size of the arena, or None to do without: large buffers then travel as frames.
-        ring_bytes: Capacity of the ring, at least 64 KiB.
+        ring_bytes: Capacity of the ring, at least 64 KiB. 8 MiB by default.
         backing: ``"memfd"`` (anonymous memory, leaves nothing behind) or ``"shm"`` (files in /dev/shm, for readers in
             another pid namespace).
         on_reader_lost: ``"raise"``: when a reader dies, sending raises :class:`ReaderLostError` until a new process
             attaches at its rank. ``"continue"``: the others go on without it.
-        frame_budget: Bytes of frames that may be under way before sending waits; one larger message may go alone.
+        frame_budget: Bytes of frames that may be under way before sending waits; one larger message may go alone. 1 GiB by
+            default.
         evict_after: Seconds that sends may be held up by one reader before it is evicted: the others go on, it gets
             :class:`EvictedError` on its next call, and what it may still read is not reused until its process is dead.
             None, the default, never evicts.
@@ -99,6 +100,9 @@ class Sender(Endpoint, Generic[Sent]):
         ValueError, TypeError: An argument makes no sense.
         NoSpaceError: There is not enough memory for the arena and the ring.
         ArenaError: ``bind`` cannot be bound.
+
+    Attributes:
+        handle: What a reader needs to attach.
     """
 
     _what = "Sender"

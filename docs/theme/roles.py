@@ -7,6 +7,8 @@ from typing import Any
 
 import griffe
 
+# What announces a literal block; Markdown knows one by its indentation.
+_LITERAL = re.compile(r"^::\n", re.MULTILINE)
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|data):`([\w.]+)`")
 
 
@@ -15,7 +17,8 @@ class Roles(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = _ROLE.sub(lambda role: _link(obj, role[1]), obj.docstring.value)
+            text = _LITERAL.sub("", obj.docstring.value)
+            obj.docstring.value = _ROLE.sub(lambda role: _link(obj, role[1]), text)
 
 
 def _link(obj: griffe.Object, name: str) -> str:
