@@ -23,8 +23,12 @@ class Roles(griffe.Extension):
 
 def _link(obj: griffe.Object, name: str) -> str:
     """A link to what a name means inside an object; if it means nothing there, the build fails on the link."""
+    first, dot, rest = name.partition(".")
     scope = obj if isinstance(obj, griffe.Class | griffe.Module) else obj.parent
-    while scope is not None and name.partition(".")[0] not in scope.members:
+    while scope is not None and first not in scope.members:
         scope = scope.parent
-    path = name if scope is None or name.startswith("aioarena.") else f"{scope.path}.{name}"
-    return f"[`{name}`][{path}]"
+    if scope is None or first == "aioarena":
+        return f"[`{name}`][{name}]"
+    found = scope.members[first]
+    path = found.target_path if found.is_alias else found.path  # an import means what it imports
+    return f"[`{name}`][{path}{dot}{rest}]"
