@@ -86,6 +86,11 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def prose(page: Path) -> str:
+    """A page without its blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
 def commands(block: Block) -> list[tuple[str, list[str]]]:
     """The commands of a ``console`` block, each with the lines it prints."""
     found: list[tuple[str, list[str]]] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aioarena import cli
-from tests.docs.pages import PAGES, ROOT, Block, Program, blocks, commands, programs, unused_files
+from tests.docs.pages import PAGES, ROOT, Block, Program, blocks, commands, programs, prose, unused_files
 from tests.docs.running import _alike, run
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -53,6 +53,13 @@ def test_every_fence_is_seen(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_is_run_or_imported(page: Path) -> None:
     assert unused_files(page) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """To files that are there; mkdocs looks at those between pages, and at what is behind a #."""
+    targets = re.findall(r"\]\(([^)#\s]+)", prose(page))
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
 # Commands -----------------------------------------------------------------------------------------------------------
