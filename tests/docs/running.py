@@ -14,6 +14,8 @@ from pathlib import Path
 from tests.docs.pages import Program
 from tests.multiprocess.harness import PATIENCE
 
+_SLOW = re.compile(r"a send has waited|is waiting for the sender")
+
 
 def run(program: Program, directory: Path) -> None:
     """Run a program to its end: it fails, warns or prints anything else than it should, and this raises AssertionError."""
@@ -32,9 +34,10 @@ def run(program: Program, directory: Path) -> None:
     if program.prints is None:
         assert not complaints, f"{program.where}:\n{complaints}"
     else:
-        # What a terminal shows: warnings in the log, too.
+        # What a terminal shows: warnings in the log, too, but for those that a busy machine makes.
         seen = printed + complaints
-        assert _alike(seen.splitlines(), program.prints), f"{program.where}: it prints\n{seen}"
+        lines = [line for line in seen.splitlines() if not _SLOW.search(line)]
+        assert _alike(lines, program.prints), f"{program.where}: it prints\n{seen}"
 
 
 def _main(name: str, directory: str) -> None:

@@ -75,7 +75,7 @@ def lines_of(block: Block) -> list[str]:
 
 def scripts() -> list[Block]:
     """Blocks of commands; those without a language are commands if they begin with one."""
-    begins = re.compile(r"(python|pip|pytest|ruff|mypy|mkdocs|aioarena|tests/\S+) ?")
+    begins = re.compile(r"(python|pip|pytest|ruff|mypy|mkdocs|aioarena|tests/\S+)(?: |$)", re.MULTILINE)
     return [
         block
         for block in BLOCKS
