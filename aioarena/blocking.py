@@ -27,6 +27,7 @@ import torch
 from aioarena import _process_groups, receiver, sender
 from aioarena._asyncio import State
 from aioarena._driver import LoopDriver
+from aioarena._generic import Received, Sent
 from aioarena._platform.process import require_descriptors
 from aioarena._types import ArenaConfig, Handle, ReceiverStatistics, SenderStatistics
 from aioarena.exceptions import ClosedError, EndOfChannel, WrongContextError
@@ -149,7 +150,7 @@ class _BlockingEnd(Generic[E]):
         return f"<blocking {self._end!r}>"
 
 
-class Sender(_BlockingEnd[sender.Sender]):
+class Sender(_BlockingEnd[sender.Sender], Generic[Sent]):
     """Broadcasts objects to a fixed number of readers, from any thread.
 
     The constructor reserves address space and makes the handle; ``with`` (or :meth:`start` and :meth:`close`) opens the
@@ -211,7 +212,7 @@ class Sender(_BlockingEnd[sender.Sender]):
         """
         self._run(self._end.wait_ready, (), timeout)
 
-    def send(self, obj: object, timeout: float | None = None) -> None:
+    def send(self, obj: Sent, timeout: float | None = None) -> None:
         """Send an object to all readers.
 
         Waits until all readers attached, for the copies of large buffers (made in threads), and while the slowest reader
@@ -233,7 +234,7 @@ class Sender(_BlockingEnd[sender.Sender]):
 
     enqueue = send
 
-    def send_nowait(self, obj: object) -> None:
+    def send_nowait(self, obj: Sent) -> None:
         """Send without waiting. Large buffers are copied on the spot, by the calling thread.
 
         Raises:
@@ -310,7 +311,7 @@ class Sender(_BlockingEnd[sender.Sender]):
         return self._end.statistics()
 
 
-class Receiver(_BlockingEnd[receiver.Receiver]):
+class Receiver(_BlockingEnd[receiver.Receiver], Generic[Received]):
     """Receives what a Sender broadcasts, as one of its ranks, in any thread.
 
     Large CPU tensors, arrays and buffers arrive as views of the arena, without a copy: treat them as read-only, because
@@ -371,7 +372,7 @@ class Receiver(_BlockingEnd[receiver.Receiver]):
 
     # Receiving ----------------------------------------------------------------------------------------------------
 
-    def recv(self, timeout: float | None = None) -> Any:
+    def recv(self, timeout: float | None = None) -> Received:
         """Receive the next message.
 
         Args:
@@ -391,27 +392,27 @@ class Receiver(_BlockingEnd[receiver.Receiver]):
             BusyError: Called from inside an object's own unpickling.
             WrongContextError: An event loop runs in this thread, or it is a forked process.
         """
-        return self._run(self._end.recv, (), timeout)
+        return self._run(self._end.recv, (), timeout)  # type: ignore[no-any-return]
 
     dequeue = recv
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Received]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Received:
         try:
             return self.recv()
         except EndOfChannel:
             raise StopIteration from None
 
-    def recv_nowait(self) -> Any:
+    def recv_nowait(self) -> Received:
         """Receive a message that is there.
 
         Raises:
             WouldBlock: There is none, its frames have not arrived, or another thread is receiving.
             Others: As :meth:`recv`.
         """
-        return self._driven().call(self._end.recv_nowait)
+        return self._driven().call(self._end.recv_nowait)  # type: ignore[no-any-return]
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Tell that a stream reads a received tensor: its slot is not reused before that work is done.

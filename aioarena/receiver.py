@@ -12,7 +12,7 @@ import traceback
 from asyncio import _get_running_loop as running_loop
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self
 
 import torch
 import zmq
@@ -29,6 +29,7 @@ from aioarena._core.receiver import Fate, IncomingMessage, ReceiverCore
 from aioarena._core.record import INLINE
 from aioarena._core.words import FENCES
 from aioarena._debug import show_crashes
+from aioarena._generic import Received
 from aioarena._gpu import GpuSide
 from aioarena._platform import accelerator, memory, process
 from aioarena._platform.bell import NO_BELL, Bell
@@ -60,7 +61,7 @@ _WARN_AFTER = 10.0
 _LEAVE_TIMEOUT = 1.0
 
 
-class Receiver(Endpoint):
+class Receiver(Endpoint, Generic[Received]):
     """Receives what a :class:`Sender` broadcasts, as one of its ranks.
 
     Large CPU tensors, arrays and buffers arrive as views of the arena, without a copy: treat them as read-only, because
@@ -82,6 +83,10 @@ class Receiver(Endpoint):
 
     Raises:
         ValueError, TypeError: An argument makes no sense.
+
+    Attributes:
+        handle: That of the sender.
+        rank: Which reader this is.
     """
 
     _what = "Receiver"
@@ -361,7 +366,7 @@ class Receiver(Endpoint):
 
     # Receiving ----------------------------------------------------------------------------------------------------
 
-    async def recv(self) -> Any:
+    async def recv(self) -> Received:
         """Receive the next message.
 
         Several tasks may wait; each message goes to one of them, in the order of their calls. Cancelling is safe: the
@@ -405,16 +410,16 @@ class Receiver(Endpoint):
 
     dequeue = recv
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[Received]:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> Received:
         try:
             return await self.recv()
         except EndOfChannel:
             raise StopAsyncIteration from None
 
-    def recv_nowait(self) -> Any:
+    def recv_nowait(self) -> Received:
         """Receive a message that is there.
 
         Raises:
@@ -436,7 +441,7 @@ class Receiver(Endpoint):
                 raise WouldBlock(f"{self._label}: the frames of the next message have not arrived yet")
         return self._assemble(taken)
 
-    async def _recv_in_turn(self) -> Any:
+    async def _recv_in_turn(self) -> Received:
         while True:
             self._check()
             taken = self._take()
@@ -504,7 +509,7 @@ class Receiver(Endpoint):
 
     # Decoding ----------------------------------------------------------------------------------------------------
 
-    def _assemble(self, taken: IncomingMessage, copies: dict[int, memoryview] | None = None) -> Any:
+    def _assemble(self, taken: IncomingMessage, copies: dict[int, memoryview] | None = None) -> Received:
         """Turn the parts of a message into the object. No await: it is taken and returned, or still there."""
         try:
             buffers = self._assembler.buffers(taken, copies)
@@ -522,10 +527,10 @@ class Receiver(Endpoint):
             self._ledger.name(obj)
         return obj
 
-    def _decode(self, pickled: bytes | memoryview, buffers: list[memoryview] | None = None) -> Any:
+    def _decode(self, pickled: bytes | memoryview, buffers: list[memoryview] | None = None) -> Received:
         self._decoding = True
         try:
-            return self._unpickle(pickled, buffers)
+            return self._unpickle(pickled, buffers)  # type: ignore[no-any-return]
         except BaseException as error:
             self._decode_errors += 1
             # Nothing of the message may stay referenced from here, not even by a traceback that somebody keeps.

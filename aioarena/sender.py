@@ -14,7 +14,7 @@ from asyncio import _get_running_loop as running_loop
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from aioarena._core.record import INLINE
 from aioarena._core.sender import ARENA_FULL, LARGER_THAN_ARENA, NOT_DIVERTIBLE, PlacedMessage, SenderCore
 from aioarena._debug import describe_holdings
 from aioarena._filling import FallbackLog, Filler
+from aioarena._generic import Sent
 from aioarena._lending import address_of, as_tensor, shape_of
 from aioarena._membership import Members
 from aioarena._platform.memory import SHM_DIRECTORY as SHM
@@ -61,7 +62,7 @@ _FIRST_LOOK = 0.0002
 _LONGEST_LOOK = 0.005
 
 
-class Sender(Endpoint):
+class Sender(Endpoint, Generic[Sent]):
     """Broadcasts objects to a fixed number of readers.
 
     The constructor reserves address space and makes the handle; ``async with`` (or :meth:`start` and :meth:`aclose`)
@@ -72,12 +73,13 @@ class Sender(Endpoint):
             attached.
         name: For logs and statistics; made up by default.
         arena: Size of the arena, or None to do without: large buffers then travel as frames.
-        ring_bytes: Capacity of the ring, at least 64 KiB.
+        ring_bytes: Capacity of the ring, at least 64 KiB. 8 MiB by default.
         backing: ``"memfd"`` (anonymous memory, leaves nothing behind) or ``"shm"`` (files in /dev/shm, for readers in
             another pid namespace).
         on_reader_lost: ``"raise"``: when a reader dies, sending raises :class:`ReaderLostError` until a new process
             attaches at its rank. ``"continue"``: the others go on without it.
-        frame_budget: Bytes of frames that may be under way before sending waits; one larger message may go alone.
+        frame_budget: Bytes of frames that may be under way before sending waits; one larger message may go alone. 1 GiB by
+            default.
         evict_after: Seconds that sends may be held up by one reader before it is evicted: the others go on, it gets
             :class:`EvictedError` on its next call, and what it may still read is not reused until its process is dead.
             None, the default, never evicts.
@@ -98,6 +100,9 @@ class Sender(Endpoint):
         ValueError, TypeError: An argument makes no sense.
         NoSpaceError: There is not enough memory for the arena and the ring.
         ArenaError: ``bind`` cannot be bound.
+
+    Attributes:
+        handle: What a reader needs to attach.
     """
 
     _what = "Sender"
@@ -409,7 +414,7 @@ class Sender(Endpoint):
         with self._explained(self._describe_awaited):
             await self._until_ready()
 
-    async def send(self, obj: object) -> None:
+    async def send(self, obj: Sent) -> None:
         """Send an object to all readers.
 
         Messages of several tasks are sent in the order of the calls. Waits until all readers attached, for the copies of
@@ -448,7 +453,7 @@ class Sender(Endpoint):
 
     enqueue = send
 
-    def send_nowait(self, obj: object) -> None:
+    def send_nowait(self, obj: Sent) -> None:
         """Send without waiting. Large buffers are copied on the spot, by the calling thread.
 
         Raises:

@@ -195,7 +195,7 @@ class Segment:
         """Create an anonymous segment, zeroed, of this user only."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         segment = cls(fd, None, nbytes)
-        with _limits_explained(nbytes):
+        with segment._closed_on_error(), _limits_explained(nbytes):
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             segment.mapping = Mapping(fd, nbytes)
@@ -207,10 +207,19 @@ class Segment:
         path = (directory or SHM_DIRECTORY) / owned_name(suffix)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         segment = cls(fd, path, nbytes)
-        with _limits_explained(nbytes):
+        with segment._closed_on_error(), _limits_explained(nbytes):
             os.ftruncate(fd, nbytes)
             segment.mapping = Mapping(fd, nbytes)
         return segment
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        # At once: the frames of an error refer to it, and may be in a cycle or kept.
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def ref(self) -> SegmentRef:

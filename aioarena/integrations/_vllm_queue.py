@@ -143,9 +143,9 @@ class ArenaMessageQueue(_Stock):  # type: ignore[misc]
             except TimedOutError as error:
                 if left is not None and (interval is None or left <= interval):
                     raise
-                logger.info("%s", str(error))  # not the error, which holds on to what it passed
+                logger.info("vLLM is still waiting: %s", str(error))  # not the error, which holds on to what it passed
             except (SenderLostError, EndOfChannel) as error:
-                logger.warning("%s", str(error))
+                logger.warning("vLLM's queue has ended: %s", str(error))
                 self._shut_down.wait(_MONITOR_SECONDS if left is None else min(left, _MONITOR_SECONDS))
                 self._raise_cancelled()
                 raise

@@ -141,5 +141,5 @@ def test_a_limit_of_the_process_is_named(backing: str) -> None:
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     with limited(resource.RLIMIT_AS, in_use + (64 << 20)), pytest.raises(NoSpaceError, match="ulimit -v"):
         make("limited", 1 << 30)
-    del caught
+    # Also while the error is there, and with it the frames in which it was raised.
     assert {path.name for path in memory.SHM_DIRECTORY.iterdir() if "limited" in path.name} <= names

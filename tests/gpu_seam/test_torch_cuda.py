@@ -351,7 +351,8 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     result = subprocess.run(
-        [sys.executable, "-c", script],
+        # Python warns from 3.12 on of forking where torch has threads of its own, as its builds with CUDA have.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
