@@ -41,8 +41,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAGIC = int.from_bytes(b"AIOARENA", "little")
-# Raised whenever this file, record.py, or the messages of _platform/wire.py, _platform/network.py or _remote/stream.py change
-# meaning.
+# Raised whenever this file, record.py, or the messages of _platform/wire.py, _platform/network.py or _remote/stream.py
+# change meaning.
 VERSION = 4
 
 MAGIC_WORD = 0
