@@ -337,8 +337,11 @@ def _start_unpinning() -> None:
     with _pin_lock:
         _registered += 1
         if _unpinning is None:
-            _unpinning = threading.Thread(target=_unregister_retired, args=(_retired,), name="aioarena-unpin", daemon=True)
-            _unpinning.start()
+            thread = threading.Thread(target=_unregister_retired, args=(_retired,), name="aioarena-unpin", daemon=True)
+            # From Python 3.12 on none starts at the interpreter's exit, where the registration goes with the process.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                _unpinning = thread
 
 
 def _unregister_retired(retired: queue.SimpleQueue[_Retired | None]) -> None:
