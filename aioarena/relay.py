@@ -352,6 +352,10 @@ class Relay(Endpoint):
             self._deadline = self._loop.call_later(grace(self._remote.timeout), self._give_up_sender)
 
     def _give_up_sender(self) -> None:
+        # A loop that was held up may call its timers before it looks at what has come meanwhile.
+        self._on_wire()
+        if self._deadline is None:
+            return
         self._deadline = None
         self._lost = True
         self._notify()

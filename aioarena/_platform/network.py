@@ -12,6 +12,7 @@ direction  message                            meaning
 up         ``J`` ...                          :class:`RemoteJoin`
 up         ``A`` ...                          :class:`Ack`
 up         ``L`` incarnation, text            :class:`RemoteLeave`
+up         subscription                       :class:`Connect`
 down       ``R`` incarnation, ``W`` ...       :class:`Welcome`
 down       ``R`` incarnation, ``D`` ...       :class:`Data`: session, sequence; parts of the stream follow
 down       ``R`` incarnation, ``E``, number   :class:`End`: the sender closed in good order after so many messages
@@ -19,7 +20,8 @@ down       ``R`` incarnation, ``G``, ...      :class:`GivenUp`: refused, evicted
 =========  =================================  ========================================================================
 
 A reader subscribes to its own topic, ``R`` and its incarnation, and so gets nothing else; when its connection ends, libzmq
-hands the sender an unsubscription from it. All numbers are little-endian.
+hands the sender an unsubscription from it. When it connects again, libzmq subscribes again, whatever the reader's loop is
+busy with. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -156,6 +158,13 @@ class RemoteLeave:
 
 
 @dataclass(frozen=True, slots=True)
+class Connect:
+    """A reader has a connection; nothing goes over it before it asks."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """The seat is given, or the connection resumed: the stream of ``session`` begins with message ``number``."""
 
@@ -188,7 +197,7 @@ class GivenUp:
     number: int
 
 
-Upward = RemoteJoin | Ack | RemoteLeave | Disconnect
+Upward = RemoteJoin | Ack | RemoteLeave | Connect | Disconnect
 Downward = Welcome | Data | End | GivenUp
 
 
@@ -367,14 +376,16 @@ class RemoteSenderWire(Wire):
 
     Attributes:
         foreign: Messages that made no sense.
+        admitted: Connections that had the right keys.
         strangers: Connections that were refused for their keys.
     """
 
     def __init__(self, listener: Listener, keys: Keys, timeout: float) -> None:
         # A context of its own: libzmq asks one place in each whom to admit, and encryption is not to delay wake-ups.
         super().__init__(zmq.XPUB, alone=True)
-        self._admitted = z85.decode(keys.reader_public)
+        self._key = z85.decode(keys.reader_public)
         self.foreign = 0
+        self.admitted = 0
         self.strangers = 0
         sender_wires.add(self)
         socket = self.socket
@@ -400,7 +411,8 @@ class RemoteSenderWire(Wire):
         zap = self._zap
         while zap is not None and events_of(zap) & zmq.POLLIN:
             version, request, _, _, _, mechanism, *credentials = zap.recv_multipart()
-            admitted = mechanism == b"CURVE" and credentials == [self._admitted]
+            admitted = mechanism == b"CURVE" and credentials == [self._key]
+            self.admitted += admitted
             self.strangers += not admitted
             zap.send_multipart([version, request, b"200" if admitted else b"400", b"", b"", b""])
 
@@ -453,8 +465,9 @@ class RemoteSenderWire(Wire):
     def _parse(self, frame: zmq.Frame) -> Upward | None:
         message = frame.bytes
         kind = message[:1]
-        if kind == b"\x00" and message[1:2] == b"R" and len(message) == 1 + _TOPIC.size:
-            return Disconnect(_TOPIC.unpack(message[1:])[1])
+        if kind in (b"\x00", b"\x01") and message[1:2] == b"R" and len(message) == 1 + _TOPIC.size:
+            incarnation = _TOPIC.unpack(message[1:])[1]
+            return Connect(incarnation) if kind == b"\x01" else Disconnect(incarnation)
         if kind == b"J" and len(message) >= _JOIN.size:
             _, incarnation, version, rank, session, returning, received, limit, *process = _JOIN.unpack_from(message)
             host = _read_text(message[_JOIN.size :])
