@@ -197,6 +197,7 @@ class Relay(Endpoint):
 
     def _raise_refusal(self, feed: Feed) -> None:
         connection = feed.wire.connection
+        self._raise_failure(feed)
         if feed.given_up is not None:
             raise HandleError(f"the sender of channel {self._name!r} refused this reader: {feed.given_up.reason}")
         if connection.rejected or connection.failures >= FAILED_HANDSHAKES:
@@ -317,7 +318,18 @@ class Relay(Endpoint):
         await asyncio.sleep(0)
         self._turn_ends = time.perf_counter() + _TURN
 
+    def _raise_failure(self, feed: Feed) -> None:
+        given_up = feed.given_up
+        if given_up is not None and given_up.failed:
+            raise SenderLostError(
+                f"channel {self._name!r} ended before its end, after {feed.received} of {given_up.number} messages were "
+                f"received: {given_up.reason}",
+                pid=self._upstream.sender.pid,
+                received=feed.received,
+            )
+
     def _raise_fate(self, feed: Feed) -> None:
+        self._raise_failure(feed)
         if (given_up := feed.given_up) is not None:
             raise EvictedError(
                 f"the sender of channel {self._name!r} has no seat for this reader any more: {given_up.reason}; of the "

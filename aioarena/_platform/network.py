@@ -17,6 +17,7 @@ down       ``R`` incarnation, ``W`` ...       :class:`Welcome`
 down       ``R`` incarnation, ``D`` ...       :class:`Data`: session, sequence; parts of the stream follow
 down       ``R`` incarnation, ``E``, number   :class:`End`: the sender closed in good order after so many messages
 down       ``R`` incarnation, ``G``, ...      :class:`GivenUp`: refused, evicted or lost; number and text
+down       ``R`` incarnation, ``F``, ...      the same, of all readers: whoever the sender had its messages from is lost
 =========  =================================  ========================================================================
 
 A reader subscribes to its own topic, ``R`` and its incarnation, and so gets nothing else; when its connection ends, libzmq
@@ -191,10 +192,14 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The sender has no seat for this reader, and says why, and how many messages it had sent to that seat by then."""
+    """The sender has no seat for this reader, and says why, and how many messages it had sent to that seat by then.
+
+    With ``failed`` it has none for any reader: its channel ends, and in no good order.
+    """
 
     reason: str
     number: int
+    failed: bool = False
 
 
 Upward = RemoteJoin | Ack | RemoteLeave | Connect | Disconnect
@@ -444,7 +449,8 @@ class RemoteSenderWire(Wire):
         self.socket.send(_END.pack(b"R", incarnation, b"E", number))
 
     def give_up(self, incarnation: int, given_up: GivenUp) -> None:
-        self.socket.send(_GIVEN_UP.pack(b"R", incarnation, b"G", given_up.number) + _text(given_up.reason))
+        kind = b"F" if given_up.failed else b"G"
+        self.socket.send(_GIVEN_UP.pack(b"R", incarnation, kind, given_up.number) + _text(given_up.reason))
         self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
 
     def drain(self) -> list[Upward]:
@@ -620,8 +626,8 @@ class RemoteReceiverWire(Wire):
             return Welcome(*_WELCOME.unpack(head)[3:])
         if kind == b"E" and len(head) == _END.size:
             return End(_END.unpack(head)[3])
-        if kind == b"G" and len(head) >= _GIVEN_UP.size:
-            return GivenUp(_read_text(head[_GIVEN_UP.size :]), _GIVEN_UP.unpack_from(head)[3])
+        if kind in (b"G", b"F") and len(head) >= _GIVEN_UP.size:
+            return GivenUp(_read_text(head[_GIVEN_UP.size :]), _GIVEN_UP.unpack_from(head)[3], kind == b"F")
         return None
 
     def reconnect(self) -> None:

@@ -447,7 +447,8 @@ class Serving:
                 if members[rank] in states:
                     self._seat(join, rank)
                     return
-        self._contend_or_seat(join, self._ranks[0])
+        # Not that of one that only lost its connection: this may be one too many. Its time is over before that of this.
+        self._contend(join, self._ranks[0])
 
     def _contend_or_seat(self, join: RemoteJoin, rank: int) -> None:
         holder = self._links.get(rank)
@@ -457,7 +458,12 @@ class Serving:
             # A new process at this rank is the best sign that the old one is gone.
             self._lose(holder, f"{holder.member.describe()} lost its connection, and another took its rank")
             self._seat(join, rank)
-        elif join.incarnation not in self._asking:
+        else:
+            self._contend(join, rank)
+
+    def _contend(self, join: RemoteJoin, rank: int) -> None:
+        """Wait for a rank that is taken, as long as its holder may turn out to be gone."""
+        if join.incarnation not in self._asking:
             self._asking[join.incarnation] = join
             self._timers[join.incarnation] = self._loop.call_later(grace(self._timeout), self._refuse_taken, join, rank)
 
@@ -469,7 +475,7 @@ class Serving:
         if holder is None:
             self._seat(join, rank)
         else:
-            self._refuse(join, f"rank {rank} is taken by {holder.member.describe()}, which is connected")
+            self._refuse(join, f"rank {rank} is taken by {holder.member.describe()}, {holder.member.process_state()}")
 
     def _seat(self, join: RemoteJoin, rank: int) -> None:
         self._stop_timer(join.incarnation)
@@ -589,15 +595,13 @@ class Serving:
     def _admit_asking(self) -> None:
         for join in list(self._asking.values()):
             if join.rank == ANY_RANK:
-                free = [rank for rank in self._ranks if self._is_free(rank)]
+                free = [rank for rank in self._ranks if rank not in self._links]
             else:
-                free = [join.rank] if self._is_free(join.rank) else []
+                holder = self._links.get(join.rank)
+                free = [join.rank] if holder is None or holder.member.away else []
             if free:
                 self._stop_timer(join.incarnation)
                 self._contend_or_seat(join, free[0])
-
-    def _is_free(self, rank: int) -> bool:
-        return rank not in self._links or self._links[rank].member.away
 
     def _stop_timer(self, incarnation: int) -> None:
         self._asking.pop(incarnation, None)
@@ -609,7 +613,7 @@ class Serving:
     def fail(self, reason: str) -> None:
         """Tell all readers that no message will come any more, and why."""
         for link in self._links.values():
-            link.give_up(GivenUp(reason, self._core.ring.published - link.ahead.first))
+            link.give_up(GivenUp(reason, self._core.ring.published - link.ahead.first, failed=True))
 
     def close(self) -> None:
         for timer in self._timers.values():

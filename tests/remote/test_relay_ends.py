@@ -11,6 +11,7 @@ import pytest
 
 from aioarena import (
     ArenaError,
+    HandleError,
     ReaderLostError,
     Receiver,
     Relay,
@@ -162,3 +163,40 @@ async def test_a_relay_is_of_the_process_that_made_it() -> None:
     os.waitpid(pid, 0)
     await relay.aclose()
     await sender.aclose()
+
+
+async def test_a_relay_too_many_takes_no_rank_of_one_that_only_lost_its_connection() -> None:
+    """Without a rank of its own it takes those that are free."""
+    async with (
+        remote_sender(0, 1, remote_timeout=4.0) as sender,
+        Proxy(sender.handle) as proxy,
+        Relay(proxy.handle, 1) as relay,
+    ):
+        serving = sender._serving
+        proxy.refuse()
+        proxy.cut()
+        await until(lambda: serving._links[0].member.away)
+        extra = asyncio.create_task(Relay(sender.handle, 1).start())
+        await until(lambda: serving._asking)
+        proxy.refuse(False)
+        with pytest.raises(HandleError, match=r"rank 0 is taken by reader 0 .*, connected from"):
+            await extra
+        async with Receiver(relay.handle, 0) as end:
+            await sender.send(1)
+            assert await end.recv() == 1
+
+
+async def test_a_relay_takes_the_rank_of_one_that_is_gone() -> None:
+    """As soon as that is certain, and before it is refused itself."""
+    async with (
+        remote_sender(0, 1, remote_timeout=1.0, on_reader_lost="continue") as sender,
+        Proxy(sender.handle) as proxy,
+        Relay(proxy.handle, 1) as relay,
+    ):
+        proxy.refuse()
+        proxy.cut()
+        await until(lambda: sender._serving._links[0].member.away)
+        async with Relay(sender.handle, 1) as successor:
+            assert successor.rank == 0
+        with pytest.raises(ArenaError):
+            await relay.wait_closed()
