@@ -293,7 +293,7 @@ class Receiver(Endpoint, Generic[Received]):
             while not core.seated:
                 if wire.refusal is not None:
                     raise HandleError(f"the sender refused {self._label}: {wire.refusal}")
-                if self._sender_dead or self._hung_up:
+                if self._sender_dead or self._hung_up or core.aborted:
                     raise self._sender_gone()
                 if core.closed:
                     raise EndOfChannel(f"the sender of channel {self._name!r} closed before reader {self.rank} joined")

@@ -17,7 +17,7 @@ from aioarena._platform.network import ANY_RANK, grace
 from aioarena._remote.feed import FAILED_HANDSHAKES, Feed
 from aioarena._remote.mirror import Mirror
 from aioarena._types import ArenaConfig, Handle, SenderStatistics
-from aioarena.exceptions import EvictedError, HandleError, PeerLostError, SenderLostError, text_of
+from aioarena.exceptions import ArenaError, EvictedError, HandleError, PeerLostError, SenderLostError, text_of
 
 logger = logging.getLogger("aioarena")
 
@@ -27,6 +27,9 @@ _TURN = 0.0005
 
 # Seconds that start waits before it says so; then twice as long each time.
 _WARN_AFTER = 10.0
+
+# What readers here are told of a relay that was closed before the end.
+_CLOSED = "its relay was closed"
 
 # Seconds after which a connection that libzmq makes no attempt to mend is made anew. It says that it will at once.
 _REVIVE_AFTER = 0.1
@@ -121,9 +124,6 @@ class Relay(Endpoint):
     def _label(self) -> str:
         return f"this Relay of channel {self._name!r}"
 
-    def _survives_fork(self) -> bool:
-        return self._state is State.NEW
-
     # Life cycle ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -160,14 +160,15 @@ class Relay(Endpoint):
             with self._explained(self._describe_wait):
                 await self._until_welcome()
             self._task = self._loop.create_task(self._pass_on(), name=f"aioarena relay {self._name}")
-        except BaseException:
+        except BaseException as error:
             self._state = State.CLOSED
             self._fault = Endpoint._closed
             self._detach_from_loop()
             if self._feed is not None:
                 self._feed.wire.leave()
             self._release_resources()
-            await self._mirror.aclose()
+            # Not in good order: readers here have had nothing of the channel.
+            await self._mirror.abort(text_of(error) if isinstance(error, Exception) else _CLOSED)
             raise
         self._state = State.OPEN
         self._fault = None
@@ -196,6 +197,7 @@ class Relay(Endpoint):
 
     def _raise_refusal(self, feed: Feed) -> None:
         connection = feed.wire.connection
+        self._raise_failure(feed)
         if feed.given_up is not None:
             raise HandleError(f"the sender of channel {self._name!r} refused this reader: {feed.given_up.reason}")
         if connection.rejected or connection.failures >= FAILED_HANDSHAKES:
@@ -222,19 +224,20 @@ class Relay(Endpoint):
 
     async def aclose(self) -> None:
         """Leave the channel. Before its end, readers here get :class:`SenderLostError` once they have received what is
-        there. Closing twice is harmless."""
+        there. Closing twice is harmless. Cancelled, it closes at once."""
         if not await self._begin_closing():
             return
         try:
             if self._task is not None:
                 self._task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([self._task])
+                await asyncio.wait([self._task])
+        finally:
             if self._feed is not None and not self._ended:
                 self._feed.wire.leave()
-            await self._mirror.abort("its relay was closed")
-        finally:
-            self._finish()
+            try:
+                await self._mirror.abort(_CLOSED)
+            finally:
+                self._finish()
 
     def _abandon(self) -> None:
         with contextlib.suppress(StopIteration):
@@ -247,6 +250,7 @@ class Relay(Endpoint):
         if self._feed is not None:
             self._feed.close()
         self._mirror.attend(None)
+        self._mirror.orphan(None)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -267,13 +271,23 @@ class Relay(Endpoint):
             feed.wire.leave()
             await mirror.aclose()
         except Exception as error:
-            self.error = error
-            reason = text_of(error)
-            log = logger.warning if isinstance(error, PeerLostError | EvictedError) else logger.error
-            log("channel %r: its relay on this host ends: %s", self._name, reason)
-            feed.wire.leave(reason)
-            await mirror.abort(reason)
-        # Not when cancelled: it is left to whoever did that.
+            await self._end_with(error, feed, mirror)
+        except asyncio.CancelledError:
+            if self._state is State.OPEN:  # else aclose did it, and does the rest
+                await self._end_with(
+                    ArenaError(f"the task of {self._label} was cancelled, and not by closing it"), feed, mirror
+                )
+            raise
+        self._ended = True
+        self._notify()
+
+    async def _end_with(self, error: Exception, feed: Feed, mirror: Mirror) -> None:
+        self.error = error
+        reason = text_of(error)
+        log = logger.warning if isinstance(error, PeerLostError | EvictedError) else logger.error
+        log("channel %r: its relay on this host ends: %s", self._name, reason)
+        feed.wire.leave(reason)
+        await mirror.abort(reason)
         self._ended = True
         self._notify()
 
@@ -304,7 +318,18 @@ class Relay(Endpoint):
         await asyncio.sleep(0)
         self._turn_ends = time.perf_counter() + _TURN
 
+    def _raise_failure(self, feed: Feed) -> None:
+        given_up = feed.given_up
+        if given_up is not None and given_up.failed:
+            raise SenderLostError(
+                f"channel {self._name!r} ended before its end, after {feed.received} of {given_up.number} messages were "
+                f"received: {given_up.reason}",
+                pid=self._upstream.sender.pid,
+                received=feed.received,
+            )
+
     def _raise_fate(self, feed: Feed) -> None:
+        self._raise_failure(feed)
         if (given_up := feed.given_up) is not None:
             raise EvictedError(
                 f"the sender of channel {self._name!r} has no seat for this reader any more: {given_up.reason}; of the "
@@ -312,12 +337,15 @@ class Relay(Endpoint):
                 "new one to go on from the current message"
             )
         if self._lost:
-            raise SenderLostError(
-                f"the sender of channel {self._name!r} at {self._remote.endpoint} is not heard of any more; "
-                f"{feed.received} messages were received",
-                pid=self._upstream.sender.pid,
-                received=feed.received,
-            )
+            raise self._sender_lost()
+
+    def _sender_lost(self) -> SenderLostError:
+        return SenderLostError(
+            f"the sender of channel {self._name!r} at {self._remote.endpoint} is not heard of any more; "
+            f"{self.received} messages were received",
+            pid=self._upstream.sender.pid,
+            received=self.received,
+        )
 
     # Events -------------------------------------------------------------------------------------------------------
 
@@ -352,8 +380,13 @@ class Relay(Endpoint):
             self._deadline = self._loop.call_later(grace(self._remote.timeout), self._give_up_sender)
 
     def _give_up_sender(self) -> None:
+        # A loop that was held up may call its timers before it looks at what has come meanwhile.
+        self._on_wire()
+        if self._deadline is None:
+            return
         self._deadline = None
         self._lost = True
+        self._mirror.orphan(self._sender_lost)
         self._notify()
 
     def _pressing(self) -> bool:

@@ -16,7 +16,7 @@ index                   written    read        field
 17 (head's line)        sender     readers     messages published
 18, 19 (head's line)    sender     onlookers   bytes that went through the arena, and as frames
 24 (own line)           sender     readers     sender parked: the tail it waits for, 0 when awake
-32 (own line)           sender     readers     closed: 1 once the sender closed in good order
+32 (own line)           sender     readers     closed: 1 once the sender closed in good order, 2 not so
 33                      sender     readers     trimming: 1 while memory is given back, when no reader may begin to pin
 34                      sender     onlookers   entries of the span table that were ever used: none lies behind them
 40 + 16 r               sender     reader r    seat: incarnation that owns rank r, 0 when vacant

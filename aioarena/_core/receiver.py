@@ -138,6 +138,11 @@ class ReceiverCore:
             self._check_seat()
         return taken
 
+    @property
+    def aborted(self) -> bool:
+        """Whether the sender has ended it otherwise."""
+        return self._words[CLOSED] == 2
+
     def may_pin(self) -> bool:
         """Announce that this reader pins the arena; False if it has to ask again later, because it is being trimmed."""
         self._words[self.layout.pins(self.rank)] = 1

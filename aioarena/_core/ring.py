@@ -165,6 +165,11 @@ class RingWriter:
         self._words[CLOSED] = 1
         self._fence()
 
+    def abort(self) -> None:
+        """Announce that it ends otherwise, for readers that wait for a seat: those that have one are told why."""
+        self._order()
+        self._words[CLOSED] = 2
+
     @property
     def closed(self) -> bool:
         """Whether the clean end was announced."""

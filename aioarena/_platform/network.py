@@ -12,14 +12,17 @@ direction  message                            meaning
 up         ``J`` ...                          :class:`RemoteJoin`
 up         ``A`` ...                          :class:`Ack`
 up         ``L`` incarnation, text            :class:`RemoteLeave`
+up         subscription                       :class:`Connect`
 down       ``R`` incarnation, ``W`` ...       :class:`Welcome`
 down       ``R`` incarnation, ``D`` ...       :class:`Data`: session, sequence; parts of the stream follow
 down       ``R`` incarnation, ``E``, number   :class:`End`: the sender closed in good order after so many messages
 down       ``R`` incarnation, ``G``, ...      :class:`GivenUp`: refused, evicted or lost; number and text
+down       ``R`` incarnation, ``F``, ...      the same, of all readers: whoever the sender had its messages from is lost
 =========  =================================  ========================================================================
 
 A reader subscribes to its own topic, ``R`` and its incarnation, and so gets nothing else; when its connection ends, libzmq
-hands the sender an unsubscription from it. All numbers are little-endian.
+hands the sender an unsubscription from it. When it connects again, libzmq subscribes again, whatever the reader's loop is
+busy with. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -156,6 +159,13 @@ class RemoteLeave:
 
 
 @dataclass(frozen=True, slots=True)
+class Connect:
+    """A reader has a connection; nothing goes over it before it asks."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """The seat is given, or the connection resumed: the stream of ``session`` begins with message ``number``."""
 
@@ -182,13 +192,17 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The sender has no seat for this reader, and says why, and how many messages it had sent to that seat by then."""
+    """The sender has no seat for this reader, and says why, and how many messages it had sent to that seat by then.
+
+    With ``failed`` it has none for any reader: its channel ends, and in no good order.
+    """
 
     reason: str
     number: int
+    failed: bool = False
 
 
-Upward = RemoteJoin | Ack | RemoteLeave | Disconnect
+Upward = RemoteJoin | Ack | RemoteLeave | Connect | Disconnect
 Downward = Welcome | Data | End | GivenUp
 
 
@@ -367,14 +381,16 @@ class RemoteSenderWire(Wire):
 
     Attributes:
         foreign: Messages that made no sense.
+        admitted: Connections that had the right keys.
         strangers: Connections that were refused for their keys.
     """
 
     def __init__(self, listener: Listener, keys: Keys, timeout: float) -> None:
         # A context of its own: libzmq asks one place in each whom to admit, and encryption is not to delay wake-ups.
         super().__init__(zmq.XPUB, alone=True)
-        self._admitted = z85.decode(keys.reader_public)
+        self._key = z85.decode(keys.reader_public)
         self.foreign = 0
+        self.admitted = 0
         self.strangers = 0
         sender_wires.add(self)
         socket = self.socket
@@ -400,7 +416,8 @@ class RemoteSenderWire(Wire):
         zap = self._zap
         while zap is not None and events_of(zap) & zmq.POLLIN:
             version, request, _, _, _, mechanism, *credentials = zap.recv_multipart()
-            admitted = mechanism == b"CURVE" and credentials == [self._admitted]
+            admitted = mechanism == b"CURVE" and credentials == [self._key]
+            self.admitted += admitted
             self.strangers += not admitted
             zap.send_multipart([version, request, b"200" if admitted else b"400", b"", b"", b""])
 
@@ -432,7 +449,8 @@ class RemoteSenderWire(Wire):
         self.socket.send(_END.pack(b"R", incarnation, b"E", number))
 
     def give_up(self, incarnation: int, given_up: GivenUp) -> None:
-        self.socket.send(_GIVEN_UP.pack(b"R", incarnation, b"G", given_up.number) + _text(given_up.reason))
+        kind = b"F" if given_up.failed else b"G"
+        self.socket.send(_GIVEN_UP.pack(b"R", incarnation, kind, given_up.number) + _text(given_up.reason))
         self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
 
     def drain(self) -> list[Upward]:
@@ -453,8 +471,9 @@ class RemoteSenderWire(Wire):
     def _parse(self, frame: zmq.Frame) -> Upward | None:
         message = frame.bytes
         kind = message[:1]
-        if kind == b"\x00" and message[1:2] == b"R" and len(message) == 1 + _TOPIC.size:
-            return Disconnect(_TOPIC.unpack(message[1:])[1])
+        if kind in (b"\x00", b"\x01") and message[1:2] == b"R" and len(message) == 1 + _TOPIC.size:
+            incarnation = _TOPIC.unpack(message[1:])[1]
+            return Connect(incarnation) if kind == b"\x01" else Disconnect(incarnation)
         if kind == b"J" and len(message) >= _JOIN.size:
             _, incarnation, version, rank, session, returning, received, limit, *process = _JOIN.unpack_from(message)
             host = _read_text(message[_JOIN.size :])
@@ -607,8 +626,8 @@ class RemoteReceiverWire(Wire):
             return Welcome(*_WELCOME.unpack(head)[3:])
         if kind == b"E" and len(head) == _END.size:
             return End(_END.unpack(head)[3])
-        if kind == b"G" and len(head) >= _GIVEN_UP.size:
-            return GivenUp(_read_text(head[_GIVEN_UP.size :]), _GIVEN_UP.unpack_from(head)[3])
+        if kind in (b"G", b"F") and len(head) >= _GIVEN_UP.size:
+            return GivenUp(_read_text(head[_GIVEN_UP.size :]), _GIVEN_UP.unpack_from(head)[3], kind == b"F")
         return None
 
     def reconnect(self) -> None:

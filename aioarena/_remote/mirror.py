@@ -42,6 +42,7 @@ class Mirror(Sender):
     """The sender of a channel whose messages come from a :class:`~aioarena.Relay`, not from calls."""
 
     _changed_members: Callable[[], None] | None = None
+    _orphaned: Callable[[], ArenaError] | None = None
 
     def attend(self, changed_members: Callable[[], None] | None) -> None:
         """Name what is called after every change of membership."""
@@ -51,6 +52,17 @@ class Mirror(Sender):
         super()._membership_changed()
         if self._changed_members is not None:
             self._changed_members()
+
+    def orphan(self, orphaned: Callable[[], ArenaError] | None) -> None:
+        """Nothing more will come. What is to be forwarded waits no longer for readers that have never attached, but raises
+        this."""
+        self._orphaned = orphaned
+        self._notify()
+
+    def _check(self) -> None:
+        super()._check()
+        if self._orphaned is not None and self._core.awaited:
+            raise self._orphaned()
 
     @property
     def small_limit(self) -> int:
@@ -139,6 +151,7 @@ class Mirror(Sender):
 
         Raises:
             ReaderLostError, ClosedError: As :meth:`Sender.send`.
+            ArenaError: It was orphaned before all have attached.
         """
         if isinstance(message, bytes):
             whole = self.allocate([len(message)])
@@ -168,6 +181,7 @@ class Mirror(Sender):
         self._state = State.CLOSING
         self._fault = Endpoint._closed
         self._notify_all()
+        self._core.ring.abort()
         if self._serving is not None:
             self._serving.fail(reason)
         if self._wire is not None:

@@ -19,6 +19,7 @@ from aioarena._platform.network import (
     ANY_RANK,
     CHUNK_BYTES,
     Ack,
+    Connect,
     GivenUp,
     RemoteJoin,
     RemoteLeave,
@@ -53,7 +54,8 @@ class RemoteMember(Member):
     Attributes:
         host: The name of its host.
         address: Whence it connected.
-        cut: Since when it has no connection, ``time.monotonic()``; None while it has one.
+        cut: Since when nothing can be sent to it for want of a connection, ``time.monotonic()``; None while it can.
+        back: Whether it is connected again after that, and has not asked to go on: its loop is busy.
     """
 
     local = False
@@ -63,13 +65,21 @@ class RemoteMember(Member):
         self.host: str = join.host
         self.address = join.address
         self.cut: float | None = None
+        self.back = False
         self._on_evicted = on_evicted
 
     def is_dead(self) -> bool:
         return False  # as far as can be known from here
 
+    @property
+    def away(self) -> bool:
+        """Whether it has no connection."""
+        return self.cut is not None and not self.back
+
     def process_state(self) -> str:
         cut = self.cut  # once: statistics ask in another thread
+        if cut is not None and self.back:
+            return f"connected again from {self.address}, but busy for {time.monotonic() - cut:.1f} s"
         if cut is not None:
             return f"without a connection for {time.monotonic() - cut:.1f} s"
         return f"connected from {self.address}"
@@ -119,6 +129,7 @@ class Link:
         self._extend(join.limit)
         self._wire.welcome(join.incarnation, Welcome(self.member.rank, self._session, self.ahead.read))
         self.member.cut = None
+        self.member.back = False
 
     def acknowledge(self, ack: Ack) -> None:
         if ack.session == self._session and self.member.cut is None:
@@ -382,6 +393,8 @@ class Serving:
                 self._acknowledge(event)
             case RemoteLeave():
                 self._leave(event)
+            case Connect():
+                self._connect(event)
             case Disconnect():
                 self._disconnect(event)
 
@@ -434,27 +447,35 @@ class Serving:
                 if members[rank] in states:
                     self._seat(join, rank)
                     return
-        self._contend_or_seat(join, self._ranks[0])
+        # Not that of one that only lost its connection: this may be one too many. Its time is over before that of this.
+        self._contend(join, self._ranks[0])
 
     def _contend_or_seat(self, join: RemoteJoin, rank: int) -> None:
         holder = self._links.get(rank)
         if holder is None:
             self._seat(join, rank)
-        elif holder.member.cut is not None:
+        elif holder.member.away:
             # A new process at this rank is the best sign that the old one is gone.
             self._lose(holder, f"{holder.member.describe()} lost its connection, and another took its rank")
             self._seat(join, rank)
-        elif join.incarnation not in self._asking:
+        else:
+            self._contend(join, rank)
+
+    def _contend(self, join: RemoteJoin, rank: int) -> None:
+        """Wait for a rank that is taken, as long as its holder may turn out to be gone."""
+        if join.incarnation not in self._asking:
             self._asking[join.incarnation] = join
             self._timers[join.incarnation] = self._loop.call_later(grace(self._timeout), self._refuse_taken, join, rank)
 
     def _refuse_taken(self, join: RemoteJoin, rank: int) -> None:
+        if not self._look_first(join.incarnation, self._refuse_taken, join, rank):
+            return
         holder = self._links.get(rank)
         self._stop_timer(join.incarnation)
         if holder is None:
             self._seat(join, rank)
         else:
-            self._refuse(join, f"rank {rank} is taken by {holder.member.describe()}, which is connected")
+            self._refuse(join, f"rank {rank} is taken by {holder.member.describe()}, {holder.member.process_state()}")
 
     def _seat(self, join: RemoteJoin, rank: int) -> None:
         self._stop_timer(join.incarnation)
@@ -496,17 +517,43 @@ class Serving:
         self._core.unseat(link.member.rank, Membership.LEFT)
         self._retire(link, "it left")
 
+    def _connect(self, event: Connect) -> None:
+        link = self._find(event.incarnation)
+        if link is not None and link.member.cut is not None:
+            # It lives. A local reader whose loop is busy is waited for, too.
+            link.member.back = True
+            self._stop_timer(event.incarnation)
+
     def _disconnect(self, event: Disconnect) -> None:
         self._stop_timer(event.incarnation)
         link = self._find(event.incarnation)
         if link is not None:
             link.member.cut = time.monotonic()
+            link.member.back = False
             self._timers[event.incarnation] = self._loop.call_later(grace(self._timeout), self._gone, link)
             self._admit_asking()
 
+    def _look_first(self, incarnation: int, decide: Callable[..., None], *args: Any) -> bool:
+        """Take in what has come before a timer decides: a loop that was held up may call its timers first.
+
+        Returns:
+            Whether there is still something to decide. It is to be later if more has come than is taken in at once, or if
+            connections waited for our answer, which may bring the news.
+        """
+        timer, admitted = self._timers[incarnation], self.wire.admitted
+        self.on_wire()
+        if self._timers.get(incarnation) is not timer:
+            return False
+        answered = self.wire.admitted != admitted
+        if answered or self.wire.readable():
+            timer.cancel()
+            self._timers[incarnation] = self._loop.call_later(grace(self._timeout) if answered else 0, decide, *args)
+            return False
+        return True
+
     def _gone(self, link: Link) -> None:
-        self._stop_timer(link.member.incarnation)
-        if self._links.get(link.member.rank) is link:
+        if self._look_first(link.member.incarnation, self._gone, link):
+            self._stop_timer(link.member.incarnation)
             self._lose(
                 link,
                 f"{link.member.describe()} lost its connection from {link.member.address} and did not come back in time",
@@ -548,15 +595,13 @@ class Serving:
     def _admit_asking(self) -> None:
         for join in list(self._asking.values()):
             if join.rank == ANY_RANK:
-                free = [rank for rank in self._ranks if self._is_free(rank)]
+                free = [rank for rank in self._ranks if rank not in self._links]
             else:
-                free = [join.rank] if self._is_free(join.rank) else []
+                holder = self._links.get(join.rank)
+                free = [join.rank] if holder is None or holder.member.away else []
             if free:
                 self._stop_timer(join.incarnation)
                 self._contend_or_seat(join, free[0])
-
-    def _is_free(self, rank: int) -> bool:
-        return rank not in self._links or self._links[rank].member.cut is not None
 
     def _stop_timer(self, incarnation: int) -> None:
         self._asking.pop(incarnation, None)
@@ -568,7 +613,7 @@ class Serving:
     def fail(self, reason: str) -> None:
         """Tell all readers that no message will come any more, and why."""
         for link in self._links.values():
-            link.give_up(GivenUp(reason, self._core.ring.published - link.ahead.first))
+            link.give_up(GivenUp(reason, self._core.ring.published - link.ahead.first, failed=True))
 
     def close(self) -> None:
         for timer in self._timers.values():

@@ -49,8 +49,8 @@ class Proxy:
         assert self._server is not None
         self._server.close()
         self._open.set()
-        for _ in range(5):
-            await asyncio.sleep(0)  # a connection that was accepted just now gets its task some turns later
+        for _ in range(10):  # turns in which a connection that was just accepted comes to be known here
+            await asyncio.sleep(0)
         self.cut()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # On Python 3.12 a server waits for its connections, which are over.
