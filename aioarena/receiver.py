@@ -195,6 +195,7 @@ class Receiver(Endpoint, Generic[Received]):
         """Over the network, into a channel of our own whose memory is ours alone."""
         # Both ends of that are in this process, where a wake-up need not go through the threads of ZMQ.
         self._relay = Relay(self.handle, 1, rank=self.rank, wake="pipe")
+        self._relay._expects_readers = True
         self._asked = time.monotonic()
         await self._relay.start()
         self._local, self._seat = self._relay.handle, 0

@@ -90,6 +90,7 @@ class Relay(Endpoint):
         self._deadline: asyncio.TimerHandle | None = None
         self._reviving: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._expects_readers = False  # a channel that ends at once waits here for its readers, which are sure to come
         self._ended = False
         self._asked = self._ask_again = 0.0
         self._turn_ends = 0.0
@@ -269,6 +270,8 @@ class Relay(Endpoint):
         try:
             await self._until_end(feed, mirror)
             feed.wire.leave()
+            if self._expects_readers:
+                await mirror.wait_ready()
             await mirror.aclose()
         except Exception as error:
             await self._end_with(error, feed, mirror)

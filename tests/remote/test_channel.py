@@ -26,7 +26,7 @@ from aioarena import (
     SenderLostError,
 )
 from tests.conftest import ARENA, RING_BYTES
-from tests.fronts.support import filled, in_arena, shows, until
+from tests.fronts.support import filled, in_arena, shows, turns, until
 from tests.remote.proxy import Proxy
 
 BIND = "tcp://127.0.0.1:0"
@@ -544,3 +544,25 @@ def test_a_handle_as_text() -> None:
     for damaged in ("", "x" + text, text[:-10], text[:20]):
         with pytest.raises(HandleError, match="no handle"):
             aioarena.Handle.from_text(damaged)
+
+
+async def test_a_channel_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was given a seat has started, as a local reader has, and then sees the end."""
+    connect = Receiver._connect
+
+    async def connect_slowly(self: Receiver[Any]) -> None:
+        await connect(self)
+        await until(lambda: self._relay._feed.end == 0)
+        await turns(20)
+
+    monkeypatch.setattr(Receiver, "_connect", connect_slowly)
+    sender = remote_sender(0, 1)
+    await sender.start()
+    receiver = Receiver(sender.handle, 0)
+    start = asyncio.create_task(receiver.start())
+    await sender.wait_ready()
+    await sender.aclose()
+    await start
+    with pytest.raises(EndOfChannel):
+        await receiver.recv()
+    await receiver.aclose()
