@@ -442,7 +442,12 @@ class RemoteSenderWire(Wire):
                 view = memoryview(part)
                 used.append(weakref.ref(view))
                 frames.append(zmq.Frame(view, copy=False))
-        self.socket.send_multipart(frames, copy=False)
+        try:
+            self.socket.send_multipart(frames, copy=False)
+        except BaseException:
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.send(b"")  # ends it, wherever it broke off; what comes next is not to be a part of it
+            raise
         return used
 
     def end(self, incarnation: int, number: int) -> None:

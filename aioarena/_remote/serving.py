@@ -30,6 +30,7 @@ from aioarena._platform.network import (
 )
 from aioarena._platform.wire import Disconnect
 from aioarena._remote.stream import head_of
+from aioarena.exceptions import text_of
 
 logger = logging.getLogger("aioarena")
 
@@ -116,12 +117,13 @@ class Link:
         self._in_part = 0  # bytes of the first of them that were sent
         self._used: deque[weakref.ref[memoryview]] = deque()  # memory that libzmq looks at, dead once it does no more
         self.ended = False
+        self._torn = False  # while a piece is made and sent, and for ever if something is raised meanwhile
 
     def begin(self, join: RemoteJoin) -> None:
         """Start the stream of a new connection with the first message that was not acknowledged."""
         self._parts.clear()
         self._in_part = self._sent = self._sequence = 0
-        self.ended = False
+        self.ended = self._torn = False
         self._session = join.session
         self._limit = 0
         self._acknowledge(join.received)
@@ -156,6 +158,13 @@ class Link:
         """
         self.ahead.unpark()
         while self.member.cut is None and not self.ended and self._sent < self._limit:
+            if self._torn:
+                # A signal handler may have raised anywhere in here, and nobody knows what went out. The reader sees a
+                # gap, connects again, and the stream goes on where it was whole.
+                self._limit = 0
+                self._wire.send(self.member.incarnation, self._session, self._sequence + 2, [])
+                return False
+            self._torn = True
             chunk = self._chunk()
             if chunk:
                 nbytes = sum(map(len, chunk))
@@ -163,13 +172,18 @@ class Link:
                 self._used += self._wire.send(self.member.incarnation, self._session, self._sequence, chunk)
                 self._sequence += 1
                 self._sent += nbytes
+                self._torn = False
                 if time.perf_counter() >= deadline:
                     return True
             elif closed:
                 self.ended = True
                 self._wire.end(self.member.incarnation, self.ahead.read)
-            elif self.ahead.park():
-                return False
+                self._torn = False
+            else:
+                parked = self.ahead.park()
+                self._torn = False
+                if parked:
+                    return False
         return False
 
     def _chunk(self) -> list[Memory]:
@@ -332,13 +346,27 @@ class Serving:
             rank = next(iter(self._runs))
             del self._runs[rank]
             link = self._links.get(rank)
-            if link is not None and link.pump(self._core.ring.closed, deadline):
+            if link is not None and self._pump(link, deadline):
                 self._runs[rank] = None
             if time.perf_counter() >= deadline:
                 break
         if self._runs:
             self._runner = self._loop.call_soon(self._run)
         self._changed_wire()
+
+    def _pump(self, link: Link, deadline: float) -> bool:
+        try:
+            return link.pump(self._core.ring.closed, deadline)
+        except Exception as error:
+            # The loop would only log it, while the reader waits for the rest.
+            reason = text_of(error)
+            link.give_up(GivenUp(f"the sender cannot send to it: {reason}", self._core.ring.published - link.ahead.first))
+            self._lose(link, f"{link.member.describe()} cannot be sent to: {reason}")
+            return False
+        except BaseException:
+            # Raised by a signal handler. Whoever goes on after it is to find everything in its place.
+            self._run_soon(link.member.rank)
+            raise
 
     def finish(self) -> None:
         """The ring is closed: send what is left, and the end."""
