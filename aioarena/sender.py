@@ -333,14 +333,15 @@ class Sender(Endpoint, Generic[Sent]):
                 self._send_wake()
                 if self._serving is not None:
                     self._serving.finish()
-            await self._linger_for_frames()
-            await self._linger_for_remote()
+            until = asyncio.get_running_loop().time() + self._linger
+            await self._linger_for_frames(until)
+            await self._linger_for_remote(until)
         finally:
             self._finish()
 
-    async def _linger_for_frames(self) -> None:
+    async def _linger_for_frames(self, until: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._linger):
+            async with asyncio.timeout_at(until):
                 while self._core.frames_pending:
                     if not self._core.ring.park(self._core.frames_end):
                         break
@@ -358,12 +359,12 @@ class Sender(Endpoint, Generic[Sent]):
                 who,
             )
 
-    async def _linger_for_remote(self) -> None:
+    async def _linger_for_remote(self, until: float) -> None:
         serving = self._serving
         if serving is None:
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._linger):
+            async with asyncio.timeout_at(until):
                 while serving.unfinished:
                     await self._changed()
         for member in serving.unfinished:

@@ -43,8 +43,10 @@ _MOST_PARTS = 200
 _MOST_AHEAD = 1 << 30
 # Buffers below this are copied together into one part of a ZMQ message; for larger ones that costs more than a part.
 _JOINED_BYTES = 16 << 10
-# Seconds between looks whether libzmq is done with memory of a reader that is gone.
+# Seconds until a look whether libzmq is done with memory of a reader that is gone; then twice as long each time, up to the
+# second. An evicted one may not read what is under way to it for long.
 _LOOK = 0.01
+_LONGEST_LOOK = 1.0
 # Readers that were given up and may come back to hear why.
 _PAST = 64
 
@@ -606,19 +608,24 @@ class Serving:
         self._runs.pop(member.rank, None)
         self._past.append(_Past(member.incarnation, link.ahead.first, reason))
         self._leaving.append(link)
-        self._free()
+        self._free_soon()
         self._drop_frames()
         self._changed()
         self._admit_asking()
 
-    def _free(self) -> None:
+    def _free_soon(self) -> None:
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        self._free(_LOOK)
+
+    def _free(self, pause: float) -> None:
         self._look_timer = None
         for link in [link for link in self._leaving if not link.sending]:
             self._leaving.remove(link)
             link.member.holder.dead = True
             self._core.arena.forget(link.member.holder, 0)
         if self._leaving:
-            self._look_timer = self._loop.call_later(_LOOK, self._free)
+            self._look_timer = self._loop.call_later(pause, self._free, min(2 * pause, _LONGEST_LOOK))
 
     def _admit_asking(self) -> None:
         for join in list(self._asking.values()):

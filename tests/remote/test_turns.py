@@ -102,3 +102,47 @@ async def test_memory_counts_as_used_until_libzmq_has_sent_it() -> None:
         proxy.release()
         assert (await end.recv())[-1] == 5
         await until(lambda: not link.sending)
+
+
+async def test_looks_for_memory_that_is_under_way_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evicted reader may leave it there for long."""
+
+    class Stuck:
+        sending = True
+
+    class Later:
+        def __init__(self) -> None:
+            self.pauses: list[float] = []
+
+        def call_later(self, pause: float, look: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
+            self.pauses.append(pause)
+            if len(self.pauses) < 12:
+                look(*args)
+            return asyncio.get_running_loop().call_later(0, lambda: None)
+
+    async with Sender(0, remote_readers=1, bind=BIND, arena=None) as sender:
+        streams, later = sender._serving, Later()
+        with monkeypatch.context() as patch:
+            patch.setattr(streams, "_loop", later)
+            streams._leaving.append(Stuck())
+            streams._free_soon()
+        assert later.pauses == sorted(later.pauses) and later.pauses[0] == 0.01 and later.pauses[-1] == 1.0
+        streams._leaving.clear()
+
+
+async def test_closing_lingers_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """For frames and for remote readers together."""
+    bounds = []
+    real = asyncio.timeout_at
+
+    def timeout_at(when: float) -> asyncio.Timeout:
+        bounds.append(when)
+        return real(asyncio.get_running_loop().time() + 0.1)
+
+    async with Sender(0, remote_readers=1, bind=BIND, arena=None) as sender, Relay(sender.handle, 1):
+        await sender.send(filled(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "timeout_at", timeout_at)
+            await sender.aclose()
+        assert len(bounds) == 2 and bounds[0] == bounds[1]
+        assert sum("closed" in text and "lost" in text for text in caplog.messages) == 2
