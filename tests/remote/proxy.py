@@ -47,10 +47,12 @@ class Proxy:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
+        # A connection that asyncio accepts in the turn in which the server is closed would be left open (Python 3.11).
+        asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
+        for _ in range(10):  # turns in which one that was just accepted comes to be known here
+            await asyncio.sleep(0)
         self._server.close()
         self._open.set()
-        for _ in range(10):  # turns in which a connection that was just accepted comes to be known here
-            await asyncio.sleep(0)
         self.cut()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # On Python 3.12 a server waits for its connections, which are over.
