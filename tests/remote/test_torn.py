@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,13 +24,13 @@ class Torn:
     Args:
         socket: The real one.
         parts: How many go out.
-        error: What is raised then.
+        error: Makes what is raised then. Made there, it is in no cycle with its traceback, which refers to memory.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], parts: int, error: BaseException) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], parts: int, error: Callable[[], BaseException]) -> None:
         self._socket = socket
         self._parts = parts
-        self._error: BaseException | None = error
+        self._error: Callable[[], BaseException] | None = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
@@ -42,10 +42,10 @@ class Torn:
             return
         for number, frame in enumerate(frames[: self._parts]):
             self._socket.send(frame, zmq.SNDMORE if number + 1 < len(frames) else 0, copy=copy)
-        raise error
+        raise error()
 
 
-def tear(serving: Serving, parts: int, error: BaseException) -> None:
+def tear(serving: Serving, parts: int, error: Callable[[], BaseException]) -> None:
     """Run what was to be run in the next turn, torn."""
     assert serving._runner is not None
     serving._runner.cancel()
@@ -60,7 +60,7 @@ async def test_a_stream_that_was_interrupted_goes_on_whole(parts: int) -> None:
         serving = channel.sender._serving
         await channel.sender.send(filled(1, 4 << 20))
         with pytest.raises(Interrupt):
-            tear(serving, parts, Interrupt())
+            tear(serving, parts, Interrupt)
         await channel.sender.send(filled(2))
         for value in (1, 2):
             for end in (channel.local, channel.remote):
@@ -75,7 +75,7 @@ async def test_an_interruption_loses_no_turn() -> None:
     async with opened() as channel:
         await channel.sender.send(filled(1))
         with pytest.raises(Interrupt):
-            tear(channel.sender._serving, 1, Interrupt())
+            tear(channel.sender._serving, 1, Interrupt)
         assert shows(await channel.remote.recv(), 1)
 
 
@@ -83,7 +83,7 @@ async def test_what_cannot_be_sent_ends_its_reader_only(caplog: pytest.LogCaptur
     """And not in a log of the loop, while all wait for it."""
     async with opened(on_reader_lost="continue") as channel:
         await channel.sender.send(filled(1))
-        tear(channel.sender._serving, 1, MemoryError("no more"))
+        tear(channel.sender._serving, 1, lambda: MemoryError("no more"))
         await until(lambda: channel.sender.statistics().readers[1].state == "lost")
         assert any("cannot be sent to: no more" in text for text in caplog.messages)
         with pytest.raises(EvictedError, match="the sender cannot send to it: no more"):
