@@ -753,6 +753,8 @@ class Sender(Endpoint, Generic[Sent]):
         self._members.tick()
         if self._waiters:
             self._notify()  # in case a wake-up was lost
+        if self._serving is not None:
+            self._serving.on_wire()  # likewise
         self._stalls.tick()
         self._report_foreign()
 

@@ -84,3 +84,20 @@ async def test_a_reader_that_was_held_up_may_be_gone_after_all() -> None:
         channel.proxy.cut()
         await until(lambda: channel.sender.statistics().readers[1].state == "lost")
         relay._watch(relay._feed.wire.monitor_fd, relay._on_wire)
+
+
+async def test_a_wake_up_that_is_lost_is_made_up_for() -> None:
+    """The sender looks at the socket of its remote readers from time to time, as at that of the local ones."""
+    async with opened() as channel:
+        sender = channel.sender
+        serving = sender._serving
+        await sender.send(0)
+        assert await channel.remote.recv() == 0
+        await until(lambda: sender.statistics().readers[1].messages_behind == 0)
+        sender._unwatch(serving.wire.fd)
+        await sender.send(1)
+        assert await channel.remote.recv() == 1
+        await until(lambda: serving.wire.readable())
+        sender._tick()
+        await until(lambda: sender.statistics().readers[1].messages_behind == 0)
+        sender._watch(serving.wire.fd, serving.on_wire)
