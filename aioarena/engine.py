@@ -64,7 +64,8 @@ class WorkerGroup:
     The constructor reserves memory; ``async with`` (or :meth:`start` and :meth:`aclose`) starts the processes and binds the
     group to the running event loop. All calls belong on that loop. As with any process that is spawned, the main module
     must be importable without starting anything: put that behind ``if __name__ == "__main__"``. Workers are daemons in the
-    sense of ``multiprocessing``: they end with this process, and cannot start processes with it themselves.
+    sense of ``multiprocessing``: they end with this process, and cannot start processes with it themselves. When this
+    process exits without having closed the group, they are terminated, and killed after ``grace``.
 
     Calls are executed by each worker in the order in which they were made, one at a time: plain functions on the worker's
     event loop, coroutines as its task. Many may be under way; a worker takes the next one as soon as it has replied.
@@ -399,7 +400,8 @@ class WorkerGroup:
             WorkerLostError: A worker has ended.
             EncodeError: The arguments do not pickle, and nothing was sent; or a result does not.
             DecodeError: The arguments do not unpickle in a worker, or a result here.
-            WorkerError: A worker raised something that does not pickle.
+            WorkerError: A worker raised something that does not pickle, or is no ``Exception``. ``SystemExit`` and
+                ``KeyboardInterrupt`` end it.
             ClosedError: The group is closed, or was before the call was sent.
             WrongContextError: Called on another loop, or in a forked process.
             Others: What the method raised, with the traceback in the worker as its ``__cause__`` and a note that names the
