@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
+import select
 import signal
+import time
 from collections import deque
 from collections.abc import Iterable
+from multiprocessing import process as _processes
+from multiprocessing import util as _util  # noqa: F401 - see end_all
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
@@ -71,6 +76,7 @@ class Worker:
     Attributes:
         rank: Its rank.
         pid: Its process id.
+        grace: Seconds that it has to end when it is told to.
         ended: Set when it is dead, and reaped.
         exit_code: As ``multiprocessing`` counts, negative for a signal; None while it lives, or if somebody else reaped it.
         replies: Where its replies come in, once it has attached.
@@ -78,9 +84,10 @@ class Worker:
         pump: The task that takes the replies.
     """
 
-    def __init__(self, rank: int, process: BaseProcess, pidfd: int, pipe: Connection[Any, Any]) -> None:
+    def __init__(self, rank: int, process: BaseProcess, pidfd: int, pipe: Connection[Any, Any], grace: float = 0.0) -> None:
         assert process.pid is not None
         self.rank = rank
+        self.grace = grace
         self.pid = process.pid
         self.ended = asyncio.Event()
         self.exit_code: int | None = None
@@ -92,6 +99,7 @@ class Worker:
         self._pipe = pipe
         self._greeted: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        _living.add(self)
 
     @classmethod
     def start(cls, context: Any, handle: Handle, options: WorkerOptions) -> Self:
@@ -105,7 +113,7 @@ class Worker:
             process.start()
             try:
                 # Only we reap our child, so the pid is its own. If a fork server has reaped it by now, this raises.
-                return cls(options.rank, process, os.pidfd_open(process.pid), ours)
+                return cls(options.rank, process, os.pidfd_open(process.pid), ours, options.grace)
             except BaseException:
                 process.kill()
                 process.join()
@@ -171,7 +179,7 @@ class Worker:
             self.pending.popleft()[1].answer(self.rank, outcome)
 
     def signal(self, number: int) -> None:
-        if not self.ended.is_set():
+        if self in _living and not self.ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
@@ -181,7 +189,50 @@ class Worker:
             await asyncio.wait([self.pump])  # the channel of a dead process ends
         if self.replies is not None:
             await self.replies.aclose()
+        _living.discard(self)
         os.close(self._pidfd)
         self._pipe.close()
         self._process.join(_REAPING)
-        self._process.close()
+        try:
+            self._process.close()
+        except ValueError:  # somebody else has reaped it, so multiprocessing takes it for alive
+            self.forget()
+
+    def forget(self) -> None:
+        """Keep multiprocessing from ending the process, by its id, when this process exits."""
+        getattr(_processes, "_children", set()).discard(self._process)
+
+    def has_ended(self, timeout: float) -> bool:
+        """Wait, without a loop, whether it ends within so many seconds."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(min(timeout, 1e6) * 1e3))
+
+
+# Workers of this process, not of one that forked it, whose groups are not closed, or not yet.
+_living: set[Worker] = set()
+
+
+def end_all() -> None:
+    """End the workers of groups that nobody closed, at the exit of this process.
+
+    What multiprocessing does with daemons is not enough: it waits for ever for one that does not listen, e.g. because it
+    is stopped. It runs after this, since it was imported before.
+    """
+    for worker in _living:
+        worker.signal(signal.SIGTERM)
+    began = time.monotonic()
+    for worker in _living:
+        if not worker.has_ended(max(0.0, began + worker.grace - time.monotonic())):
+            worker.signal(signal.SIGKILL)
+
+
+def _after_fork_in_child() -> None:
+    # Else the exit of the child would end its parent's workers.
+    for worker in _living:
+        worker.forget()
+    _living.clear()
+
+
+atexit.register(end_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -168,6 +168,17 @@ async def _work(handle: Handle, options: WorkerOptions, pipe: Connection[Any, An
             await Servant(options.rank, options.size, receiver, sender).serve()
 
 
+async def _not_cancelled() -> None:
+    """Undo what a method did that cancelled its own task: it is our task, too, and the next await would raise."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        return
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)
+    while task.uncancel():
+        pass
+
+
 class Servant:
     """Executes calls one after the other, in the order in which they were sent."""
 
@@ -206,8 +217,11 @@ class Servant:
         outcome: Any
         try:
             outcome = await self._execute(method, args, kwargs)
-        except (Exception, asyncio.CancelledError) as error:  # nobody cancels us, so it comes from the method
+        except (SystemExit, KeyboardInterrupt, GeneratorExit):
+            raise  # they mean this process
+        except BaseException as error:  # CancelledError, too: nobody cancels us, so it comes from the method
             outcome = Failure.of(error)
+        await _not_cancelled()
         del args, kwargs  # before the reply: who has it may count on their memory being free
         try:
             await self._sender.send((self._number, outcome))

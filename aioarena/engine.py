@@ -8,6 +8,7 @@ travel through arenas both ways. When one worker dies, everything that was asked
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import signal
@@ -63,7 +64,8 @@ class WorkerGroup:
     The constructor reserves memory; ``async with`` (or :meth:`start` and :meth:`aclose`) starts the processes and binds the
     group to the running event loop. All calls belong on that loop. As with any process that is spawned, the main module
     must be importable without starting anything: put that behind ``if __name__ == "__main__"``. Workers are daemons in the
-    sense of ``multiprocessing``: they end with this process, and cannot start processes with it themselves.
+    sense of ``multiprocessing``: they end with this process, and cannot start processes with it themselves. When this
+    process exits without having closed the group, they are terminated, and killed after ``grace``.
 
     Calls are executed by each worker in the order in which they were made, one at a time: plain functions on the worker's
     event loop, coroutines as its task. Many may be under way; a worker takes the next one as soon as it has replied.
@@ -170,6 +172,8 @@ class WorkerGroup:
 
         Raises:
             ClosedError: The group was started before, or closed meanwhile.
+            WrongContextError: This process cannot start others: it is a worker itself, or about to become one, and is
+                importing a main module that starts a group.
             WorkerLostError: A worker ended, e.g. because the main module cannot be imported there.
             EncodeError: The factory or its arguments do not pickle.
             NoSpaceError: There is not enough memory, or there are too few file descriptors, here or in a worker.
@@ -177,6 +181,11 @@ class WorkerGroup:
         """
         if self._state is not State.NEW:
             raise ClosedError(f"{self!r} was started before; make a new one")
+        try:
+            self._check_process()
+        except WrongContextError:
+            await self.aclose()
+            raise
         self._loop = asyncio.get_running_loop()
         self._state = State.STARTING
         # In a task of its own, so that aclose can end it.
@@ -273,7 +282,13 @@ class WorkerGroup:
             raise self._error(worker, greeting, "starting")
         if greeting is None:
             await worker.ended.wait()
-            raise self._lost_error(worker)
+            error = self._lost_error(worker)
+            if worker.exit_code == 1:
+                error.add_note(
+                    "it had not got as far as making its object, and has printed why; if it could not import the main "
+                    'module, that has to start things behind `if __name__ == "__main__":` alone'
+                )
+            raise error
         worker.replies = Receiver(greeting, 0)
         try:
             await worker.replies.start()
@@ -296,14 +311,36 @@ class WorkerGroup:
     async def _close(self) -> None:
         assert self._loop is not None and self._opening is not None
         self._state = State.CLOSING
-        if not self._opening.done():
-            self._opening.cancel()
-            await asyncio.wait([self._opening])
-        if not self._opening.cancelled():
-            self._opening.exception()  # whoever started knows
-        self._making = ()
-        channel = self._loop.create_task(self.channel.aclose())
-        await asyncio.sleep(0)  # cancelled before it has begun, it would close nothing
+        channel: asyncio.Task[None] | None = None
+        try:
+            if not self._opening.done():
+                self._opening.cancel()
+                await asyncio.wait([self._opening])
+            if not self._opening.cancelled():
+                self._opening.exception()  # whoever started knows
+            self._making = ()
+            channel = self._loop.create_task(self.channel.aclose())
+            await asyncio.sleep(0)  # cancelled before it has begun, it would close nothing
+            await self._end_workers()
+        finally:
+            # Nothing is left to do in good order, nor after a cancellation: asyncio.run, which cancels all tasks after the
+            # second Ctrl-C, waits for what they do then.
+            self._signal(signal.SIGKILL)
+            await self._all_ended(None)
+            # Nobody is left who could receive what is under way. Once more, since that task may never have begun.
+            channels = [task for task in (channel, self._loop.create_task(self.channel.aclose())) if task is not None]
+            await asyncio.sleep(0)
+            for task in channels:
+                task.cancel()
+            await asyncio.wait(channels)
+            for worker in self._workers:
+                await worker.dispose()
+            if any(worker.exit_code for worker in self._workers):
+                # They could not remove the sockets of their replies.
+                sweep(Path(self.channel.handle.address).parent)
+            self._state = State.CLOSED
+
+    async def _end_workers(self) -> None:
         # What is sent by now is what they finish; a channel that stays open for its frames does not keep them.
         hopeless = self._failed or self._lost is not None
         if not await self._all_ended(0 if hopeless else self._grace):
@@ -312,17 +349,6 @@ class WorkerGroup:
             self._signal(signal.SIGTERM)
             if not await self._all_ended(self._grace):
                 self._log_stragglers("do not end on SIGTERM")
-                self._signal(signal.SIGKILL)
-                await self._all_ended(None)
-        if not channel.done():
-            channel.cancel()  # nobody is left who could receive what is under way
-            await asyncio.wait([channel])
-        for worker in self._workers:
-            await worker.dispose()
-        if any(worker.exit_code for worker in self._workers):
-            # They could not remove the sockets of their replies.
-            sweep(Path(self.channel.handle.address).parent)
-        self._state = State.CLOSED
 
     async def _all_ended(self, patience: float | None) -> bool:
         """Wait until all workers have ended: whether they did within some seconds, or until somebody is in a hurry."""
@@ -374,7 +400,8 @@ class WorkerGroup:
             WorkerLostError: A worker has ended.
             EncodeError: The arguments do not pickle, and nothing was sent; or a result does not.
             DecodeError: The arguments do not unpickle in a worker, or a result here.
-            WorkerError: A worker raised something that does not pickle.
+            WorkerError: A worker raised something that does not pickle, or is no ``Exception``. ``SystemExit`` and
+                ``KeyboardInterrupt`` end it.
             ClosedError: The group is closed, or was before the call was sent.
             WrongContextError: Called on another loop, or in a forked process.
             Others: What the method raised, with the traceback in the worker as its ``__cause__`` and a note that names the
@@ -459,9 +486,16 @@ class WorkerGroup:
 
     def _error(self, worker: Worker, failure: Failure, doing: str) -> Exception:
         where = f"{worker.describe()}, {doing}"
-        error = failure.load() or WorkerError(f"{where}: {failure.what}")
-        error.__cause__ = WorkerTraceback(f"{where}:\n{failure.traceback}")
-        error.add_note(f"raised {'in' if failure.remote else 'by the reply of'} {where}")
+        cause = WorkerTraceback(f"{where}:\n{failure.traceback}")
+        note = f"raised {'in' if failure.remote else 'by the reply of'} {where}"
+        if (error := failure.load()) is not None:
+            with contextlib.suppress(Exception):  # of a class that does not let itself be changed
+                error.__cause__ = cause
+                error.add_note(note)
+                return error
+        error = WorkerError(f"{where}: {failure.what}")
+        error.__cause__ = cause
+        error.add_note(note)
         return error
 
     # Replies and ends -----------------------------------------------------------------------------------------------
@@ -477,6 +511,12 @@ class WorkerGroup:
                 worker.answer(None, Failure.of(error, remote=False))
             except (EndOfChannel, SenderLostError):
                 break
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # An object raised it when it was unpickled.
+                worker.answer(None, Failure.of(error, remote=False))
         if self._state is not State.CLOSING:
             # It closed its end by itself, e.g. for a SystemExit: what it does since is nothing that we wait for.
             assert self._loop is not None
@@ -524,10 +564,23 @@ class WorkerGroup:
         return ClosedError(f"{self!r} is closed")
 
     def _check_loop(self) -> None:
-        if asyncio.get_running_loop() is not self._loop:
+        if asyncio._get_running_loop() is not self._loop:
             raise WrongContextError(
                 f"{self!r} lives on the event loop that started it; call it from a task there, e.g. with "
-                "asyncio.run_coroutine_threadsafe"
+                "asyncio.run_coroutine_threadsafe; a forked process cannot use it"
+            )
+
+    def _check_process(self) -> None:
+        process = multiprocessing.current_process()
+        if getattr(process, "_inheriting", False):  # what makes multiprocessing refuse, with more lines
+            raise WrongContextError(
+                f"{self!r} is started by the main module, which this process is only importing because it is to become a "
+                'worker itself: in the main module, start groups behind `if __name__ == "__main__":`'
+            )
+        if process.daemon:
+            raise WrongContextError(
+                f"{self!r} cannot be started here: {process.name!r} is a daemonic process, such as a worker of another "
+                "group, and these cannot start processes; start the group in their parent"
             )
 
 

@@ -198,11 +198,13 @@ def test_a_client_that_goes_away_while_its_picture_is_looked_at(server: Server) 
 def test_wrong_requests(server: Server) -> None:
     """They are told so, and do no harm."""
     post = server.client.post
-    for body in (b"{", b"[]", b'{"prompt": 5}', b'{"max_tokens": 3}'):
+    for body in (b"{", b"[]", b'{"prompt": 5}', b'{"max_tokens": 3}', b'{"prompt": "x", "max_tokens": 1e999}'):
         assert post("/generate", content=body).status_code == 400
     for request in (
         {"prompt": ""},
         {"prompt": "x", "max_tokens": 0},
+        {"prompt": "x" * 4097},  # one that takes all memory would be the end of everybody's
+        {"prompt": "x" * 4093, "image": picture(1, 32, 128)},
         {"prompt": "x", "image": picture(1, 64, 65)},
         {"prompt": "x", "image": {**picture(1), "height": 32}},
         {"prompt": "x", "image": {"height": 32, "width": 32, "data": "?"}},

@@ -14,6 +14,7 @@ EXAMPLES = ROOT / "examples"
 
 LAST_LINES = {
     "quickstart.py": "done, the readers' exit codes are [0, 0]",
+    "worker_group.py": "done: <WorkerGroup 'engine' of 2 closed>",
     "tensor_parallel.py": "step 2: 2 parts make up x @ weight: True",
     "retain_tensors.py": "dropped: 0 slots in use, the reader's exit code is 0",
     "lent_tensors.py": "sent 37748736 bytes from where they were made: True, the readers' exit codes are [0, 0]",

@@ -16,6 +16,7 @@ from aioarena import WorkerLostError
 from aioarena.engine import WorkerGroup
 
 BATCH = 64  # requests in a step, at most; the others wait
+LONGEST = 4096  # positions of a prompt, at most: attention takes memory with their square, 0.5 GB for these
 
 
 class EngineDeadError(Exception):
@@ -128,6 +129,9 @@ class Engine:
             raise ValueError(f"an image has the shape (3, height, width), not {tuple(image.shape)}")
         if image is not None and (image.shape[1] % PATCH or image.shape[2] % PATCH):
             raise ValueError(f"height and width of an image must be multiples of {PATCH}, not {tuple(image.shape[1:])}")
+        squares = 0 if image is None else image.shape[1] * image.shape[2] // PATCH**2
+        if len(prompt) + squares > LONGEST:
+            raise ValueError(f"prompt and image may have {LONGEST} positions together, not {len(prompt)} + {squares}")
         self._check()
         request = self._requests[request_id] = Request(next(self._numbers), prompt, max_tokens)
         try:

@@ -148,7 +148,7 @@ def parse(body: bytes) -> dict[str, Any]:
             "image": image,
             "max_tokens": int(request.get("max_tokens", 16)),
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"this is not a request: {type(error).__name__}: {error}") from error
 
 

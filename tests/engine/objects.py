@@ -63,6 +63,16 @@ class Recorder:
     def fail_with(self, make: Callable[[], BaseException]) -> None:
         raise make()
 
+    def cancel_itself(self) -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return self.rank
+
+    async def start_a_group(self) -> None:
+        group = aioarena.engine.WorkerGroup(Recorder, 1, arena=None, reply_arena=None)
+        await group.start()
+
     async def fail_or_wait(self, rank: int) -> None:
         if self.rank == rank:
             raise ValueError(f"rank {rank} fails")
@@ -148,6 +158,21 @@ def _only_in(pid: int) -> str:
     return "unpickled"
 
 
+class Cancels:
+    """Where it is unpickled, it looks as if the task was cancelled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _cancel, ()
+
+
+def _cancel() -> None:
+    raise asyncio.CancelledError("by what was unpickled")
+
+
+def give_cancels() -> Cancels:
+    return Cancels()
+
+
 class GiveOnlyIn:
     """Makes an :class:`OnlyIn` where it is called."""
 
@@ -178,6 +203,20 @@ def local() -> BaseException:
         pass
 
     return LocalError("of a class nobody can import")
+
+
+class Panic(BaseException):
+    """As those of extensions in Rust."""
+
+
+def panic() -> BaseException:
+    return Panic("at the disco")
+
+
+def with_wrong_notes() -> BaseException:
+    error = ValueError("whose notes are no list")
+    error.__notes__ = ("a note",)  # type: ignore[assignment]
+    return error
 
 
 def cancelled() -> BaseException:

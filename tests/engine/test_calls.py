@@ -12,7 +12,17 @@ import torch
 
 from aioarena import DecodeError, EncodeError, WorkerError
 from tests.engine.conftest import Gate, OpenGroup
-from tests.engine.objects import GiveOnlyIn, OnlyIn, a_lambda, cancelled, complicated, local
+from tests.engine.objects import (
+    GiveOnlyIn,
+    OnlyIn,
+    a_lambda,
+    cancelled,
+    complicated,
+    give_cancels,
+    local,
+    panic,
+    with_wrong_notes,
+)
 from tests.multiprocess.harness import eventually_async
 
 
@@ -96,9 +106,9 @@ async def test_of_several_exceptions_the_lowest_rank_is_raised(open_group: OpenG
         assert f"worker 2 (pid {group.pids[2]}) raised, too: ValueError: rank 2 fails" in notes
 
 
-@pytest.mark.parametrize("make", [complicated, local, cancelled])
+@pytest.mark.parametrize("make", [complicated, local, cancelled, panic, with_wrong_notes])
 async def test_an_exception_that_does_not_travel(open_group: OpenGroup, make: Any) -> None:
-    """One that does not pickle, does not unpickle, or would mean something else here: its text comes."""
+    """One that does not pickle, does not unpickle, takes no notes, or would mean something else here: its text comes."""
     async with open_group(1) as group:
         with pytest.raises(WorkerError, match=type(make()).__name__) as caught:
             await group.call("fail_with", make)
@@ -147,6 +157,14 @@ async def test_a_result_that_does_not_unpickle(open_group: OpenGroup) -> None:
         assert await group.call("give", GiveOnlyIn(os.getpid())) == ["unpickled", "unpickled"]
 
 
+async def test_a_result_that_looks_like_a_cancellation(open_group: OpenGroup) -> None:
+    """It is an error of that call, and the replies after it are taken."""
+    async with open_group(1) as group:
+        with pytest.raises(WorkerError, match="CancelledError: by what was unpickled"):
+            await group.call("give", give_cancels)
+        assert await group.call("see", 1) == [1]
+
+
 # Cancelling -----------------------------------------------------------------------------------------------------------
 
 
@@ -177,3 +195,10 @@ async def test_a_call_that_is_cancelled_before_it_was_sent(open_group: OpenGroup
         assert await group.call("see", 3) == [3, 3]
         assert await group.call("all_seen") == [[3], [3]]
         assert group.channel.statistics().slots_used == 0
+
+
+async def test_a_method_that_cancels_its_own_task(open_group: OpenGroup) -> None:
+    """Which is the worker's, and goes on."""
+    async with open_group() as group:
+        assert await group.call("cancel_itself") == [0, 1]
+        assert await group.call("asee", 1) == [1, 1]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from aioarena import ClosedError, EncodeError, NoSpaceError, WorkerLostError, Wr
 from aioarena.engine import WorkerGroup
 from tests.engine import objects
 from tests.engine.conftest import OPTIONS, Gate, OpenGroup
-from tests.multiprocess.harness import eventually_async
+from tests.multiprocess.harness import PATIENCE, eventually_async
+
+ROOT = Path(__file__).parents[2]
 
 
 def new_group(factory: Callable[..., Any] = objects.Recorder, size: int = 2, *args: Any, **options: Any) -> WorkerGroup:
@@ -188,6 +193,87 @@ async def test_closing_that_is_cancelled_kills_the_workers(open_group: OpenGroup
         with pytest.raises(WorkerLostError) as caught:
             await call
         assert caught.value.signal == signal.SIGKILL
+
+
+async def test_closing_whose_task_is_cancelled_with_all_others(open_group: OpenGroup) -> None:
+    """As asyncio.run does after the second Ctrl-C: it kills the workers and frees everything all the same."""
+    async with open_group(grace=1e3) as group:
+        call = asyncio.create_task(group.call("see", 1))
+        for pid in group.pids:
+            os.kill(pid, signal.SIGSTOP)
+        closing = asyncio.create_task(group.aclose())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it has begun
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert_gone(group.pids)
+        with pytest.raises((asyncio.CancelledError, WorkerLostError)):
+            await call
+
+
+async def test_a_worker_that_somebody_else_has_reaped(no_leaks: None) -> None:
+    """Its group closes, and its process id, which may be another process's by now, is nobody's to be signalled."""
+    group = new_group(size=1, method="spawn")
+    await group.start()
+    os.kill(group.pids[0], signal.SIGKILL)
+    os.waitpid(group.pids[0], 0)
+    with pytest.raises(WorkerLostError, match="ended; close"):
+        await group.call("see", 1)
+    await group.aclose()
+    assert not multiprocessing.active_children()
+
+
+async def test_a_worker_starts_no_group(open_group: OpenGroup) -> None:
+    async with open_group(1) as group:
+        with pytest.raises(WrongContextError, match="start the group in their parent"):
+            await group.call("start_a_group")
+        assert await group.call("see", 1) == [1]
+
+
+def test_a_main_module_that_starts_a_group_when_it_is_imported(no_leaks: None, tmp_path: Path) -> None:
+    """Both the worker and the parent say what to do."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import asyncio\n"
+        "from aioarena.engine import WorkerGroup\n"
+        "async def main():\n"
+        "    async with WorkerGroup(dict, 1, arena=None, reply_arena=None): pass\n"
+        "asyncio.run(main())\n"
+    )
+    done = run_program(str(program))
+    assert done.returncode == 1
+    assert "importing because it is to become a worker itself" in done.stderr
+    assert "WorkerLostError: worker 0" in done.stderr
+    assert "it had not got as far as making its object" in done.stderr
+    assert "multiprocessing/popen" not in done.stderr
+
+
+def test_a_forked_child_that_exits(no_leaks: None) -> None:
+    """It does not end its parent's workers, and is told that it cannot use them."""
+    done = run_program("-m", "tests.engine.exits", "fork")
+    assert done.stdout.splitlines() == ["in the child: WrongContextError", "in the parent: [1, 1]"], done.stderr
+    assert done.returncode == 0
+
+
+def test_a_group_that_nobody_closes(no_leaks: None) -> None:
+    """Its process ends all the same, though a worker is stopped and would never end by itself; no worker is left."""
+    done = run_program("-m", "tests.engine.exits", "forget")
+    assert done.returncode == 0, done.stderr
+    assert_gone(tuple(map(int, done.stdout.split())))
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
 
 
 async def test_several_close_at_a_time(open_group: OpenGroup) -> None:
