@@ -161,8 +161,7 @@ class Endpoint(ABC):
 
     def _notify(self) -> None:
         for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            wake(waiter)
 
     def _notify_all(self) -> None:
         """Wake all that wait, however they do."""
@@ -280,6 +279,14 @@ class Endpoint(ABC):
         return f"<{type(self).__name__} {self._name!r} {self._state.value}>"
 
 
+def wake(waiter: asyncio.Future[None]) -> None:
+    """Have whoever waits for a future go on."""
+    if not waiter.done():
+        # The handler of Ctrl-C that asyncio.run installs cancels its task wherever the loop is, and so between these lines.
+        with contextlib.suppress(asyncio.InvalidStateError):
+            waiter.set_result(None)
+
+
 class Turn:
     """A place in a queue of tasks that go on in the order in which they came."""
 
@@ -300,8 +307,8 @@ class Turn:
         await self._future
 
     def notify(self) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
+        if self._future is not None:
+            wake(self._future)
 
     def leave(self) -> None:
         self._queue.remove(self)

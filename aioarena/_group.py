@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
 from aioarena import _worker
+from aioarena._asyncio import wake
 from aioarena._types import Handle
 from aioarena._worker import Failure, WorkerOptions
 from aioarena.receiver import Receiver
@@ -59,8 +60,7 @@ class Call:
             self.finish()
 
     def finish(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
+        wake(self.done)
 
     def drop(self) -> None:
         """Let go of the replies: those that come are dropped, too."""
@@ -151,8 +151,8 @@ class Worker:
         self._on_pipe()
 
     def _on_pipe(self) -> None:
-        if self._greeted is not None and not self._greeted.done():
-            self._greeted.set_result(None)
+        if self._greeted is not None:
+            wake(self._greeted)
 
     async def greeting(self) -> Handle | Failure | None:
         """The handle of its replies, once it has attached; what kept it from that; or None if it ended."""

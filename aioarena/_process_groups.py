@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from aioarena._asyncio import wake
 from aioarena._platform import accelerator, memory
 from aioarena._platform.memory import Segment, SegmentRef
 from aioarena._platform.network import endpoint_of
@@ -256,8 +257,7 @@ async def wait_on_loop(future: Future[T]) -> T:
     over = loop.create_future()
 
     def tell() -> None:
-        if not over.done():
-            over.set_result(None)
+        wake(over)
 
     def tell_loop(_: Future[T]) -> None:
         with contextlib.suppress(RuntimeError):  # it is closed

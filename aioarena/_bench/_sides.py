@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from aioarena._asyncio import wake
 from aioarena._bench._ends import Alternative, NotPossibleError, ReadEnd, SendEnd, Setting
 from aioarena._bench._scenarios import Scenario, Source, difference, digest
 from aioarena._bench._stall import StallMeter
@@ -90,10 +91,11 @@ class Report:
 async def _next(pipe: Connection[Any, Any]) -> Any:
     """The next thing from a pipe; the loop goes on meanwhile."""
     if not pipe.poll():
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(pipe.fileno(), arrived.set)
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+        loop.add_reader(pipe.fileno(), wake, arrived)
         try:
-            await arrived.wait()
+            await arrived
         finally:
             loop.remove_reader(pipe.fileno())
     return pipe.recv()

@@ -23,6 +23,8 @@ from typing import Any, Self
 import torch
 import uvloop
 
+from aioarena._asyncio import wake
+
 # Seconds that workers get to leave by themselves before they are killed, at the end and after an error or Ctrl-C, when
 # they may be importing torch still. Guesses: leaving takes them about 0.1 s, and there is nothing they must do.
 _PATIENCE = 2.0
@@ -70,10 +72,10 @@ class Worker:
         """The next thing the worker sends. Cancelling is safe."""
         loop = asyncio.get_running_loop()
         if not self._pipe.poll():
-            arrived = asyncio.Event()
-            loop.add_reader(self._pipe.fileno(), arrived.set)
+            arrived = loop.create_future()
+            loop.add_reader(self._pipe.fileno(), wake, arrived)
             try:
-                await arrived.wait()
+                await arrived
             finally:
                 loop.remove_reader(self._pipe.fileno())
         try:

@@ -20,7 +20,7 @@ PROGRAMS = [program for page in PAGES for program in programs(page)]
 LANGUAGES = {"", "python", "console", "sh", "bash", "text", "json", "yaml", "toml", "ini"}
 
 # Other projects' programs, whose arguments are theirs to check.
-OTHERS = {"cd", "cat", "docker", "git", "kubectl", "ls", "numactl", "sysctl", "ulimit", "vllm", "echo", "."}
+OTHERS = {"cd", "cat", "curl", "docker", "git", "kubectl", "ls", "numactl", "sysctl", "ulimit", "vllm", "echo", "."}
 
 
 def where(thing: Block | Program) -> str:

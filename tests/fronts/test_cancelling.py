@@ -659,3 +659,22 @@ async def test_a_reader_waits_a_moment_for_a_rank_that_is_about_to_be_left() -> 
         await sender.send(1)
         assert await third.recv() == 1
         await third.aclose()
+
+
+async def test_a_waiter_that_is_cancelled_while_it_is_woken() -> None:
+    """As by Ctrl-C, whose handler cancels a task wherever the loop is: the others are woken all the same."""
+
+    class Interrupted(asyncio.Future[None]):
+        def done(self) -> bool:
+            done = super().done()
+            self.cancel()
+            return done
+
+    async with Sender(1) as sender:
+        interrupted: list[asyncio.Future[None]] = [Interrupted(), Interrupted()]
+        other = asyncio.get_running_loop().create_future()
+        sender._waiters |= {*interrupted, other}
+        sender._notify()
+        assert other.done()
+        assert all(future.cancelled() for future in interrupted)
+        sender._waiters -= {*interrupted, other}

@@ -24,6 +24,8 @@ strict = true
 python_version = 3.11
 [mypy-torch.*,numpy.*,zmq.*]
 follow_imports = skip
+[mypy-aioarena.*]
+follow_imports = silent
 """
 
 
