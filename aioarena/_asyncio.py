@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from aioarena import _registry
 from aioarena._debug import Birth, Debugging
@@ -92,6 +93,23 @@ class Endpoint(ABC):
         if self._debug is not None:
             self._birth = Birth(self._loop)
         return self._loop
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Begin to work, on the running loop."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End that. Closing twice is harmless."""
 
     # Closing ------------------------------------------------------------------------------------------------------
 

@@ -28,9 +28,6 @@ MIN_RING_BYTES = 64 << 10
 
 TEXT_PREFIX = "aioarena-handle:"
 
-# Start of a slot is the start of a tensor: aligned for any dtype and vector load, and to a cache line.
-SLOT_ALIGNMENT = 64
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaConfig:

@@ -11,8 +11,7 @@ import time
 import traceback
 from asyncio import _get_running_loop as running_loop
 from collections.abc import AsyncIterator, Callable, Iterable
-from types import TracebackType
-from typing import Any, Generic, Literal, Self
+from typing import Any, Generic, Literal
 
 import torch
 import zmq
@@ -355,15 +354,6 @@ class Receiver(Endpoint, Generic[Received]):
             self._prefault.close()
         if self._ledger is not None:
             self._ledger.drain_in_background()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     # Receiving ----------------------------------------------------------------------------------------------------
 

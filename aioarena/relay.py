@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import zmq
 
@@ -252,15 +251,6 @@ class Relay(Endpoint):
             self._feed.close()
         self._mirror.attend(None)
         self._mirror.orphan(None)
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     # Passing on ---------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ import time
 from asyncio import _get_running_loop as running_loop
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Generic, Literal, Self
+from typing import Any, Generic, Literal
 
 import numpy as np
 import torch
@@ -392,15 +391,6 @@ class Sender(Endpoint, Generic[Sent]):
         self._control.close()
         if self._arena is not None:
             self._arena.close()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     # Sending ------------------------------------------------------------------------------------------------------
 

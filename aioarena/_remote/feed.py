@@ -43,7 +43,6 @@ class Feed:
     def __init__(self, remote: RemoteRef, rank: int, mirror: Mirror) -> None:
         self.incarnation = secrets.randbits(63) | 1
         self.wire = RemoteReceiverWire(remote, self.incarnation)
-        self.remote = remote
         self.rank = rank
         self._wanted = rank
         self._mirror = mirror

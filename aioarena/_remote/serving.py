@@ -235,11 +235,6 @@ class Link:
         self._used = deque(used for used in self._used if used() is not None)
         return bool(self._used)
 
-    @property
-    def pending(self) -> bool:
-        """Whether something was published that the reader does not have."""
-        return not self.ended or self.ahead.acknowledged < self.ahead.read
-
     def give_up(self, given_up: GivenUp) -> None:
         self._parts.clear()
         self._wire.give_up(self.member.incarnation, given_up)
@@ -381,9 +376,6 @@ class Serving:
         return [link.member for link in self._links.values()]
 
     # Events -----------------------------------------------------------------------------------------------------------
-
-    def readable(self) -> bool:
-        return self.wire.readable()
 
     def on_wire(self) -> None:
         for event in self.wire.drain():

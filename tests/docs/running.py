@@ -50,6 +50,8 @@ def _main(name: str, directory: str) -> None:
     sys.argv = [name]
     # For processes that it starts, too.
     os.environ["PYTHONWARNINGS"] = "error"
+    # It makes two writes of a line, and those of other processes come between.
+    os.environ.pop("PYTHONUNBUFFERED", None)
     warnings.simplefilter("error")
     # By its whole path, as multiprocessing looks for it from another directory.
     runpy.run_path(os.path.join(directory, name), run_name="__main__")
